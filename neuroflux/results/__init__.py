@@ -1,0 +1,1 @@
+"""What people look at: progress, TensorBoard events and the final report."""
