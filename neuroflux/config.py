@@ -1,0 +1,209 @@
+"""What a user may set: one typed configuration, the same names on the command line, in YAML and in Python."""
+
+from __future__ import annotations
+
+import difflib
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import jsonargparse
+import torch
+import yaml
+
+from neuroflux.errors import NeuroFluxError
+from neuroflux.planning.memory import parse_bytes
+
+CHOICES = {
+    "method": ("neuroflux",),
+    "partitioner": ("exact", "greedy"),
+    "optimizer": ("sgd", "adamw"),
+    "precision": ("auto", "fp32", "bf16", "fp16"),
+    "augment": ("auto", "none", "crop", "flip+crop"),
+}
+
+
+@dataclass
+class Config:
+    """Settings of a run.
+
+    Args:
+        budget: Memory that training may use on the device: 512MB, 512MiB, 1.5GB, 0.5g or plain bytes.
+        model: vgg11|13|16|19, resnet18|34 (small-image form below 96 pixels), any CNN of torchvision by name, or your
+            own package.module:factory.
+        data: digits (embedded), a torchvision data set by name (cifar10, mnist, ...), an image folder, or an .npz file.
+        data_root: Folder for downloaded and converted data sets.
+        image_size: Side of the square images that a folder's images are brought to (default: theirs, or their median).
+        method: How to train.
+        epochs: Passes over the training images per block.
+        batch_limit: Largest batch size that a plan may use.
+        lr: Highest learning rate for batches of 32; larger and smaller batches scale it by the square root.
+        optimizer: sgd (with Nesterov momentum) or adamw.
+        weight_decay: Weight decay of convolution and linear weights.
+        label_smoothing: Label smoothing of the local losses.
+        augment: Random changes of training images; auto is what suits the data set.
+        precision: What to compute in; auto measures which is faster here.
+        partitioner: How layers are grouped into blocks: exact (least predicted time) or greedy (the paper's rule).
+        tolerance: The shallowest exit within this much of the best validation accuracy becomes the model.
+        min_gain: Training stops when a block improves the best validation accuracy by less than this.
+        seed: Seed of everything random.
+        device: auto, cpu, cuda, cuda:1, ...
+        threads: CPU threads to compute with (default: all cores).
+        plan: A plan.json to follow instead of making one.
+        out: Run folder (default: runs/MODEL-DATA-BUDGET).
+        resume: Go on with the run in the run folder, after its last finished block.
+        limit_train: Use only so many training images.
+        limit_val: Use only so many validation images.
+        limit_test: Use only so many test images.
+        debug: Show the traceback of an error.
+    """
+
+    budget: str = "512MB"
+    model: str = "vgg11"
+    data: str = "digits"
+    data_root: str = "~/.cache/neuroflux"
+    image_size: int | None = None
+    method: str = "neuroflux"
+    epochs: int = 5
+    batch_limit: int = 64
+    lr: float = 0.05
+    optimizer: str = "sgd"
+    weight_decay: float = 5e-4
+    label_smoothing: float = 0.0
+    augment: str = "auto"
+    precision: str = "auto"
+    partitioner: str = "exact"
+    tolerance: float = 0.005
+    min_gain: float = 0.002
+    seed: int = 0
+    device: str = "auto"
+    threads: int | None = None
+    plan: str | None = None
+    out: str | None = None
+    resume: bool = False
+    limit_train: int | None = None
+    limit_val: int | None = None
+    limit_test: int | None = None
+    debug: bool = False
+
+    def check(self) -> None:
+        """Raise NeuroFluxError for the first value that makes no sense, saying which do."""
+        parse_bytes(self.budget)
+        for name, allowed in CHOICES.items():
+            value = getattr(self, name)
+            if value not in allowed:
+                near = difflib.get_close_matches(str(value), allowed, n=1)
+                hint = f"; did you mean {near[0]!r}?" if near else ""
+                raise NeuroFluxError(f"--{name} {value!r} is none of {', '.join(allowed)}{hint}")
+        at_least = {"epochs": 1, "batch_limit": 2, "threads": 1, "image_size": 8, "seed": 0}
+        at_least |= {"limit_train": 2, "limit_val": 1, "limit_test": 1}
+        for name, least in at_least.items():
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise NeuroFluxError(f"--{name} {value} is too small: it must be at least {least}")
+        if not 0 < self.lr < float("inf"):
+            raise NeuroFluxError(f"--lr {self.lr} makes no sense: it must be above 0")
+        for name in ("weight_decay", "label_smoothing", "tolerance", "min_gain"):
+            if not 0 <= getattr(self, name) < 1:
+                raise NeuroFluxError(f"--{name} {getattr(self, name)} makes no sense: it must be in [0, 1)")
+        self.torch_device()
+
+    @property
+    def budget_bytes(self) -> int:
+        """Return the budget in bytes."""
+        return parse_bytes(self.budget)
+
+    def torch_device(self) -> torch.device:
+        """Return the device that `device` names; ``auto`` is the accelerator where there is one."""
+        if self.device == "auto":
+            accelerator = torch.accelerator.current_accelerator(check_available=True)
+            return accelerator if accelerator is not None else torch.device("cpu")
+        try:
+            device = torch.device(self.device)
+            if device.type != "cpu":
+                torch.empty(1, device=device)
+        except (RuntimeError, AssertionError) as error:
+            reason = str(error).splitlines()[0]
+            raise NeuroFluxError(f"--device {self.device!r} cannot be used here: {reason}") from error
+        return device
+
+    def save(self, path: Path) -> None:
+        """Write the settings as YAML that ``--config`` reads."""
+        path.write_text(yaml.safe_dump(asdict(self), sort_keys=False), encoding="utf-8")
+
+    @classmethod
+    def from_yaml(cls, path: Path) -> Config:
+        """Return the settings in the YAML file `path`.
+
+        Raises:
+            NeuroFluxError: the file is missing, not YAML, or has a setting that does not exist.
+        """
+        try:
+            values = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+            config = cls(**values)
+        except (OSError, yaml.YAMLError, TypeError, ValueError) as error:
+            raise NeuroFluxError(f"cannot read the settings in {path}: {' '.join(str(error).split())}") from error
+        config.check()
+        return config
+
+
+class _Parser(jsonargparse.ArgumentParser):
+    """Reports a bad command line in one line."""
+
+    def error(self, message: str, ex: Exception | None = None) -> Any:
+        text = " ".join(str(message).split())
+        raise NeuroFluxError(f"{text[:300]}{_nearest_flag(text)}; --help lists all settings")
+
+
+def _nearest_flag(message: str) -> str:
+    """Return a hint at the setting that an unknown flag in `message` is nearest to."""
+    words = [word.split("=")[0].lstrip("-") for word in message.replace(",", " ").split() if word.startswith("--")]
+    names = [field.name for field in fields(Config)]
+    for word in words:
+        near = difflib.get_close_matches(word.replace("-", "_"), names, n=1)
+        if word not in names and near:
+            return f"; did you mean --{near[0]}?"
+    return ""
+
+
+def parse(prog: str, description: str | None, arguments: list[str] | None = None) -> Config:
+    """Return the configuration that the command line (or `arguments`) gives; dashes in names count as underscores."""
+    parser = _Parser(prog=prog, description=description, default_env=False)
+    parser.add_argument("--config", action="config", help="YAML file with any of these settings")
+    parser.add_class_arguments(Config)
+    given = sys.argv[1:] if arguments is None else arguments
+    values = parser.parse_args([_underscored(word) for word in given]).as_dict()
+    values.pop("config", None)
+    config = Config(**values)
+    config.check()
+    return config
+
+
+def _underscored(word: str) -> str:
+    """Return ``--batch-limit=3`` as ``--batch_limit=3``; values and ``--print_config`` stay as they are."""
+    if not word.startswith("--"):
+        return word
+    flag, equals, value = word[2:].partition("=")
+    return "--" + flag.replace("-", "_") + equals + value
+
+
+def one_line_errors(main: Callable[[], None], debug: bool) -> int:
+    """Return the exit code of `main`: 0, or 2 with one line on stderr for an error that the user can mend."""
+    try:
+        main()
+    except NeuroFluxError as error:
+        if debug:
+            raise
+        print(f"neuroflux: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def run_command(
+    prog: str, description: str | None, command: Callable[[Config], None], arguments: list[str] | None = None
+) -> int:
+    """Read the command line, run `command` with it, and return the exit code."""
+    given = sys.argv[1:] if arguments is None else arguments
+    return one_line_errors(lambda: command(parse(prog, description, given)), "--debug" in given)

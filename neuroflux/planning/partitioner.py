@@ -1,0 +1,338 @@
+"""The partition: which layers are trained together, and with which batch size, under the budget."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from neuroflux.errors import BudgetTooSmall, NeuroFluxError
+from neuroflux.planning.memory import format_bytes
+from neuroflux.planning.profiler import LayerProfile, Profile
+
+# batches that a plan may use; between powers of two, one step more keeps less of the budget unused
+_GRID = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
+# larger batches only slow convergence: the smallest within this share of the best throughput is taken
+_ENOUGH = 0.9
+# the paper's threshold: a layer joins a block while its largest batch is within this share of the block's
+# (arXiv 2402.14139, section 5)
+GREEDY_THRESHOLD = 0.4
+# predictions are kept this far below the budget: a share for what is unlike the profile, bytes for what does not scale
+_MARGIN_SHARE, _MARGIN_BYTES = 0.04, 2_000_000
+# batches in memory at once while one is trained on: being read, and waiting
+READ_AHEAD = 2
+_FEATURE_BYTES = 2  # cached features are fp16
+_START_UP = 0.3  # seconds: a block's weights, optimizer and first, smaller steps
+
+
+@dataclass
+class BlockPlan:
+    """Consecutive layers `first`..`last` (inclusive, from 0), trained together with one batch size.
+
+    Attributes:
+        compact: whether each tensor is mapped by itself (less memory, slower; see `memory.set_allocator`).
+        peak: predicted bytes at most, and `bytes_per_image` what one more image in the batch adds.
+        epoch_seconds: predicted seconds of one pass over the training set.
+        cache_bytes: what its outputs take on disk.
+        cache_seconds: predicted seconds to write them.
+    """
+
+    first: int
+    last: int
+    batch: int
+    compact: bool
+    peak: int
+    bytes_per_image: int
+    epoch_seconds: float
+    cache_bytes: int
+    cache_seconds: float
+
+
+@dataclass
+class Plan:
+    """What will be done, and what it is predicted to cost; a JSON file that a person can read and edit.
+
+    Attributes:
+        budget, peak, floor: bytes; `floor` is the smallest budget that this model can be trained in.
+        floor_layer: the layer that decides the floor.
+        seconds: predicted seconds to train all blocks, and to write and read their caches.
+        disk: bytes of activation caches that exist at once, at most.
+        layers: the names of the chain's layers, and `head_widths` the filters of their heads.
+    """
+
+    model: str
+    budget: int
+    peak: int
+    floor: int
+    floor_layer: str
+    partitioner: str
+    precision: str
+    channels_last: bool
+    batch_limit: int
+    epochs: int
+    seconds: float
+    disk: int
+    layers: list[str]
+    head_widths: list[int]
+    blocks: list[BlockPlan]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the plan as plain values for JSON."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Any) -> Plan:
+        """Return the plan that `values` (from JSON) describes.
+
+        Raises:
+            NeuroFluxError: a field is missing, unknown or of the wrong kind, or the blocks leave a layer out.
+        """
+        plan = _record(cls, values, "plan")
+        plan.blocks = [_record(BlockPlan, block, f"block {k + 1}") for k, block in enumerate(plan.blocks)]
+        expected = 0
+        for number, block in enumerate(plan.blocks, 1):
+            if block.first != expected or not block.first <= block.last < len(plan.layers):
+                raise NeuroFluxError(
+                    f"plan: block {number} covers layers {block.first}..{block.last}, but should start at {expected} "
+                    f"and end before {len(plan.layers)}; blocks follow each other without gaps"
+                )
+            if block.batch < 1:
+                raise NeuroFluxError(f"plan: block {number} has batch {block.batch}; it must be at least 1")
+            expected = block.last + 1
+        if len(plan.head_widths) != len(plan.layers):
+            raise NeuroFluxError(f"plan: {len(plan.head_widths)} head widths for {len(plan.layers)} layers")
+        if not plan.blocks:
+            raise NeuroFluxError("plan: it has no blocks")
+        return plan
+
+
+def _record(kind: type, values: Any, where: str) -> Any:
+    """Return an instance of the dataclass `kind` from JSON `values`, every field checked."""
+    if not isinstance(values, dict):
+        raise NeuroFluxError(f"{where}: expected an object with named fields, found {type(values).__name__}")
+    names = {field.name: str(field.type) for field in fields(kind)}
+    for name in names.keys() - values.keys():
+        raise NeuroFluxError(f"{where}: the field {name!r} is missing")
+    for name in values.keys() - names.keys():
+        raise NeuroFluxError(f"{where}: unknown field {name!r}")
+    checks: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "str": (str,), "bool": (bool,)}
+    for name, annotation in names.items():
+        value = values[name]
+        inner = annotation.removeprefix("list[").removesuffix("]")
+        if annotation.startswith("list[") and not isinstance(value, list):
+            raise NeuroFluxError(f"{where}: the field {name!r} must be a list")
+        for item in value if annotation.startswith("list[") else [value]:
+            allowed = checks.get(inner)
+            if allowed and (not isinstance(item, allowed) or (isinstance(item, bool) and bool not in allowed)):
+                raise NeuroFluxError(f"{where}: the field {name!r} must be of type {annotation}, found {item!r}")
+            if isinstance(item, (int, float)) and item < 0:
+                raise NeuroFluxError(f"{where}: the field {name!r} must not be negative, found {item!r}")
+    return kind(**values)
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a plan is made for: how many images, how often, and within what."""
+
+    model: str
+    budget: int
+    batch_limit: int
+    epochs: int
+    train_images: int
+    val_images: int
+    disk_limit: int | None = None
+
+
+class Partitioner:
+    """Predicts what blocks cost and chooses the cut points; `profile` says what the layers cost."""
+
+    def __init__(self, profile: Profile, job: Job) -> None:
+        self.profile, self.job = profile, job
+        self._layers = profile.layers
+        grid = [size for size in _GRID if size < job.batch_limit] + [max(2, job.batch_limit)]
+        self._grid = sorted({min(size, max(2, job.train_images)) for size in grid})
+
+    # --- what a block costs ---
+
+    def peak(self, first: int, last: int, batch: int, compact: bool = True) -> int:
+        """Return the predicted bytes of training layers `first`..`last` with `batch` images."""
+        layers = self._layers[first : last + 1]
+        waiting = READ_AHEAD * batch * self._input_bytes(first)
+        resident = sum(layer.resident for layer in layers)
+        tensors = resident + waiting + max(layer.step_peak(batch, compact) for layer in layers)
+        return int((self.profile.overhead + tensors) * (1 + _MARGIN_SHARE) + _MARGIN_BYTES)
+
+    def plan_block(self, first: int, last: int, budget: int) -> BlockPlan | None:
+        """Return the block of layers `first`..`last` with its best batch, or None when none fits `budget`.
+
+        Best is the smallest batch that comes close to the highest throughput, not the largest that fits.
+        """
+        options = [
+            (batch, compact, self._step_seconds(first, last, batch, compact) / batch)
+            for batch in self._grid
+            for compact in (False, True)
+            if self.peak(first, last, batch, compact) <= budget
+        ]
+        if not options:
+            return None
+        best = min(seconds for _, _, seconds in options)
+        batch, compact, _ = next(option for option in options if option[2] <= best / _ENOUGH)
+        return self._describe(first, last, batch, compact)
+
+    def _describe(self, first: int, last: int, batch: int, compact: bool) -> BlockPlan:
+        job = self.job
+        per_image = self._step_seconds(first, last, batch, compact) / batch
+        forward = sum(layer.forward_seconds for layer in self._layers[first : last + 1])
+        read = self._input_bytes(first) / self.profile.disk_rate
+        cache = 0 if last == len(self._layers) - 1 else _FEATURE_BYTES * _size(self._layers[last].output_shape)
+        images = job.train_images + job.val_images
+        return BlockPlan(
+            first=first,
+            last=last,
+            batch=batch,
+            compact=compact,
+            peak=self.peak(first, last, batch, compact),
+            bytes_per_image=self.peak(first, last, batch + 1, compact) - self.peak(first, last, batch, compact),
+            epoch_seconds=job.train_images * (per_image + read) + job.val_images * (forward + read),
+            cache_bytes=cache * images,
+            cache_seconds=images * (forward + read + cache / self.profile.disk_rate) if cache else 0.0,
+        )
+
+    def _step_seconds(self, first: int, last: int, batch: int, compact: bool) -> float:
+        return sum(layer.step_seconds(batch, compact) for layer in self._layers[first : last + 1])
+
+    def _input_bytes(self, first: int) -> int:
+        """Return the bytes of one image as block `first` reads it: uint8 pixels, or cached features."""
+        return _size(self._layers[first].input_shape) * (1 if first == 0 else _FEATURE_BYTES)
+
+    def cost(self, block: BlockPlan) -> float:
+        """Return the predicted seconds of training `block` and caching its outputs."""
+        return _START_UP + self.job.epochs * block.epoch_seconds + block.cache_seconds
+
+    # --- which blocks ---
+
+    def floor(self) -> tuple[int, str]:
+        """Return the smallest budget in bytes that every layer can be trained in, and the layer that decides it."""
+        peaks = [self.peak(index, index, self._grid[0]) for index in range(len(self._layers))]
+        worst = max(range(len(peaks)), key=peaks.__getitem__)
+        return peaks[worst], self._layers[worst].name
+
+    def exact(self) -> list[BlockPlan]:
+        """Return the blocks with the least predicted time: dynamic programming over the cut points."""
+        count = len(self._layers)
+        best: list[tuple[float, list[BlockPlan]]] = [(0.0, [])] + [(float("inf"), [])] * count
+        for end in range(1, count + 1):
+            for start in range(end):
+                block = self.plan_block(start, end - 1, self.job.budget)
+                if block is None or not self._fits_disk(best[start][1], block):
+                    continue
+                seconds = best[start][0] + self.cost(block)
+                if seconds < best[end][0]:
+                    best[end] = (seconds, [*best[start][1], block])
+        return best[count][1]
+
+    def greedy(self) -> list[BlockPlan]:
+        """Return the blocks that the paper's rule gives, at the budget or the part of it with the least time.
+
+        The rule alone can turn a larger budget into a slower plan, since a block that may grow grows; so it is applied
+        at every smaller budget at which some batch starts to fit, too.
+        """
+        steps = {
+            peak
+            for index in range(len(self._layers))
+            for batch in self._grid
+            for compact in (False, True)
+            if (peak := self.peak(index, index, batch, compact)) <= self.job.budget
+        }
+        plans = [plan for budget in sorted(steps | {self.job.budget}) if (plan := self._greedy(budget))]
+        return min(plans, key=lambda blocks: sum(map(self.cost, blocks)), default=[])
+
+    def _greedy(self, budget: int) -> list[BlockPlan]:
+        """Return the blocks of the paper's rule: a block grows while its batch stays near its first layer's."""
+        blocks: list[BlockPlan] = []
+        first = 0
+        while first < len(self._layers):
+            largest = self._largest(first, first, budget)
+            if largest is None:
+                return []
+            last = first
+            while last + 1 < len(self._layers):
+                alone, joined = self._largest(last + 1, last + 1, budget), self._largest(first, last + 1, budget)
+                if alone is None or joined is None:
+                    break
+                if abs(alone - largest) > GREEDY_THRESHOLD * largest or joined < (1 - GREEDY_THRESHOLD) * largest:
+                    break
+                last += 1
+            block = self.plan_block(first, last, budget)
+            if block is None or not self._fits_disk(blocks, block):
+                return []
+            blocks.append(block)
+            first = last + 1
+        return blocks
+
+    def _largest(self, first: int, last: int, budget: int) -> int | None:
+        """Return the largest batch that fits `budget`, at most the limit."""
+        return max((batch for batch in self._grid if self.peak(first, last, batch) <= budget), default=None)
+
+    def _fits_disk(self, blocks: list[BlockPlan], block: BlockPlan) -> bool:
+        before = blocks[-1].cache_bytes if blocks else 0
+        return self.job.disk_limit is None or before + block.cache_bytes <= self.job.disk_limit
+
+
+def make_plan(profile: Profile, job: Job, partitioner: str = "exact") -> Plan:
+    """Return the plan for `job` by the rule `partitioner` (``exact`` or ``greedy``).
+
+    Raises:
+        BudgetTooSmall: not even the smallest batch of every single layer fits the budget.
+        NeuroFluxError: the caches that are needed do not fit the disk.
+    """
+    rule = Partitioner(profile, job)
+    floor, layer = rule.floor()
+    if floor > job.budget:
+        raise BudgetTooSmall(
+            f"the budget of {format_bytes(job.budget)} is below the floor of {format_bytes(floor)} for {job.model}, "
+            f"decided by layer {layer}; use --budget {-(-floor // 10**6)}MB or more, or a smaller model",
+            floor,
+            layer,
+        )
+    blocks = rule.greedy() if partitioner == "greedy" else rule.exact()
+    if not blocks:
+        raise NeuroFluxError(
+            f"the activation caches do not fit the {format_bytes(job.disk_limit or 0)} that are free on the disk of the "
+            f"run folder; free space, choose another --out, or raise --budget"
+        )
+    return assemble(profile, job, blocks, partitioner, floor, layer)
+
+
+def assemble(
+    profile: Profile, job: Job, blocks: list[BlockPlan], partitioner: str, floor: int, floor_layer: str
+) -> Plan:
+    """Return the plan that consists of `blocks`, with the sums that follow from them."""
+    rule = Partitioner(profile, job)
+    pairs = zip([0] + [block.cache_bytes for block in blocks], [block.cache_bytes for block in blocks], strict=False)
+    return Plan(
+        model=job.model,
+        budget=job.budget,
+        peak=max(block.peak for block in blocks),
+        floor=floor,
+        floor_layer=floor_layer,
+        partitioner=partitioner,
+        precision=profile.precision,
+        channels_last=profile.channels_last,
+        batch_limit=job.batch_limit,
+        epochs=job.epochs,
+        seconds=sum(map(rule.cost, blocks)),
+        disk=max(before + after for before, after in pairs),
+        layers=[layer.name for layer in profile.layers],
+        head_widths=[layer.head_width for layer in profile.layers],
+        blocks=blocks,
+    )
+
+
+def _size(shape: tuple[int, ...]) -> int:
+    product = 1
+    for size in shape:
+        product *= size
+    return product
+
+
+__all__ = ["BlockPlan", "Job", "LayerProfile", "Partitioner", "Plan", "make_plan"]

@@ -1,0 +1,335 @@
+"""The profile: what each layer with its head costs here, measured by running a few training steps of it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from neuroflux.inputs.chain import Chain
+from neuroflux.planning.memory import Meter, set_allocator
+from neuroflux.planning.residence import Residence
+from neuroflux.planning.step import Exit, ExitTrainer, Recipe
+
+_BATCHES = (4, 16, 64)
+# what kept heap memory adds to the tensors of a step, over mapping each tensor by itself (see set_allocator)
+KEPT_HEAP = 1.6
+# how much of the budget a profiling step may be expected to take, before anything is known for certain
+_CAREFUL = 0.9
+# autocast pays for its casts only where low precision is clearly faster
+_WORTHWHILE = 0.9
+
+
+# makes a new head for the layer of that index
+MakeHead = Callable[[int], nn.Module]
+
+
+@dataclass
+class LayerProfile:
+    """One layer with its head.
+
+    Attributes:
+        parameters: the number of weights of the layer and its head.
+        resident: bytes held while the layer's block is trained: weights, buffers and optimizer state.
+        peak_fixed, peak_per_image: bytes that a step of b images takes over that: peak_fixed + b * peak_per_image.
+        measured: whether these two were measured, or only estimated because the step would not fit the budget.
+        batches, compact_seconds, fast_seconds: seconds of a training step at some batch sizes, with either allocator
+            setting (`set_allocator`).
+        forward_seconds: seconds per image of a forward pass without gradients.
+        flops: multiply-adds of the layer and its head for one image, times two.
+    """
+
+    name: str
+    input_shape: tuple[int, ...]
+    output_shape: tuple[int, ...]
+    head_width: int
+    parameters: int
+    resident: int
+    peak_fixed: float
+    peak_per_image: float
+    measured: bool
+    flops: int
+    batches: list[int] = field(default_factory=list)
+    compact_seconds: list[float] = field(default_factory=list)
+    fast_seconds: list[float] = field(default_factory=list)
+    forward_seconds: float = 0.0
+
+    def step_peak(self, batch: int, compact: bool = True) -> float:
+        """Return the bytes over `resident` that a training step of `batch` images takes."""
+        peak = self.peak_fixed + self.peak_per_image * batch
+        return peak if compact else peak * KEPT_HEAP
+
+    def step_seconds(self, batch: int, compact: bool = True) -> float:
+        """Return the seconds of a training step of `batch` images, interpolated between the measured sizes."""
+        times = self.compact_seconds if compact else self.fast_seconds
+        sizes = self.batches
+        if len(sizes) == 1:
+            return times[0] * max(1.0, batch / sizes[0])
+        upper = next((k for k in range(1, len(sizes)) if batch <= sizes[k]), len(sizes) - 1)
+        slope = max(0.0, (times[upper] - times[upper - 1]) / (sizes[upper] - sizes[upper - 1]))
+        return max(times[upper - 1] + slope * (batch - sizes[upper - 1]), times[0] * batch / sizes[-1] * 0.1)
+
+
+@dataclass
+class Profile:
+    """All layers of a chain, and what holds for the whole machine.
+
+    Attributes:
+        overhead: bytes that the run holds besides its layers, measured when the profile was done.
+        disk_rate: bytes per second that the activation cache is written and read with.
+        seconds: how long profiling took.
+    """
+
+    layers: list[LayerProfile]
+    overhead: int
+    precision: str
+    channels_last: bool
+    disk_rate: float
+    seconds: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the profile as plain values for JSON."""
+        return asdict(self)
+
+
+def estimate_peak(chain: Chain, index: int) -> tuple[float, float]:
+    """Return (fixed, per_image) bytes of a training step from tensor sizes alone, on the safe side.
+
+    Fixed: the largest weight gradient and the copies that convolution kernels make of reordered weights, three times
+    the largest weight. Per image: the input and every convolution's output, normalised output and their gradients.
+    """
+    layer = chain.layers[index]
+    largest = max((parameter.numel() for parameter in layer.parameters()), default=0)
+    inside = _inner_elements(layer, chain.layer_input_shape(index))
+    return 4 * 3 * largest, 4 * (2 * _elements(chain.layer_input_shape(index)) + 2 * inside)
+
+
+def _elements(shape: tuple[int, ...]) -> int:
+    product = 1
+    for size in shape:
+        product *= size
+    return product
+
+
+def _inner_elements(layer: nn.Module, input_shape: tuple[int, ...]) -> int:
+    """Return the number of elements that all leaf modules of `layer` put out for one image."""
+    total = 0
+
+    def count(module: nn.Module, args: Any, output: Any) -> None:
+        nonlocal total
+        if isinstance(output, torch.Tensor):
+            total += output[0].numel()
+
+    _run_on_meta(layer, input_shape, count)
+    return total
+
+
+def count_flops(module: nn.Module, input_shape: tuple[int, ...]) -> int:
+    """Return twice the multiply-adds of the convolutions and linear layers of `module` for one image."""
+    total = 0
+
+    def count(leaf: nn.Module, args: Any, output: Any) -> None:
+        nonlocal total
+        weight = getattr(leaf, "weight", None)
+        if isinstance(leaf, nn.Conv2d):
+            total += 2 * leaf.weight[0].numel() * output[0].numel()
+        elif isinstance(leaf, nn.Linear) and weight is not None:
+            total += 2 * leaf.in_features * output[0].numel()
+
+    _run_on_meta(module, input_shape, count)
+    return total
+
+
+def _run_on_meta(module: nn.Module, input_shape: tuple[int, ...], hook: Any) -> None:
+    """Run `module` in eval mode on two images without storage, calling `hook` after every module without children."""
+    training = module.training
+    leaves = [leaf for leaf in module.modules() if not list(leaf.children())]
+    handles = [leaf.register_forward_hook(hook) for leaf in leaves]
+    state = {name: tensor.to("meta") for name, tensor in [*module.named_parameters(), *module.named_buffers()]}
+    try:
+        with torch.no_grad():
+            torch.func.functional_call(module.eval(), state, (torch.empty(2, *input_shape, device="meta"),))
+    finally:
+        module.train(training)
+        for handle in handles:
+            handle.remove()
+
+
+@dataclass
+class Profiler:
+    """Measures layers with their heads on `device`, within `budget` bytes of `meter`.
+
+    A step is only run when what is known of smaller ones says that it fits; a layer whose smallest step may not fit
+    is estimated from tensor sizes instead (`LayerProfile.measured` is then false). Weights are left as they were:
+    what is trained meanwhile is a copy.
+    """
+
+    meter: Meter
+    device: torch.device
+    budget: int
+    batch_limit: int
+    classes: int
+
+    def profile(self, chain: Chain, make_head: MakeHead, recipe: Recipe, *, disk_rate: float) -> Profile:
+        """Measure every layer of `chain` with its head."""
+        start = time.perf_counter()
+        layers = [self._profile_layer(chain, make_head(index), index, recipe) for index in range(len(chain.layers))]
+        set_allocator(compact=True)
+        self.meter.release()
+        overhead = max(0, self.meter.current())
+        seconds = time.perf_counter() - start
+        return Profile(layers, overhead, recipe.precision, recipe.channels_last, disk_rate, seconds)
+
+    def choose_precision(self, chain: Chain, make_head: MakeHead, recipe: Recipe) -> Recipe:
+        """Return `recipe` with the precision and memory format that are fastest here, measured on the middle layer.
+
+        fp32 in PyTorch's default format is kept unless another combination saves at least a tenth of the time, or
+        where not even a small batch fits the budget for certain.
+        """
+        index = len(chain.layers) // 2
+        head = make_head(index)
+        layer = _describe(chain, index, head, recipe)
+        fixed, per_image = estimate_peak(chain, index)
+        batch = min(32, self.batch_limit)
+        if fixed + per_image * batch > self.budget * _CAREFUL - self.meter.current() - layer.resident:
+            return recipe
+        low = ("bf16",) if self.device.type == "cpu" else ("bf16", "fp16")
+        candidates = [replace(recipe, precision=p, channels_last=c) for p in ("fp32", *low) for c in (False, True)]
+        times = {}
+        for candidate in candidates:
+            with _Bench(self, Exit(chain.layers[index], head), layer.input_shape, candidate) as bench:
+                times[candidate] = bench.seconds(batch, 3)
+        fastest = min(candidates, key=times.__getitem__)
+        return fastest if times[fastest] < _WORTHWHILE * times[candidates[0]] else candidates[0]
+
+    def _profile_layer(self, chain: Chain, head: nn.Module, index: int, recipe: Recipe) -> LayerProfile:
+        """Return the profile of one layer, its peak and time measured where a step fits the budget."""
+        profile = _describe(chain, index, head, recipe)
+        self.meter.release()
+        room = self.budget * _CAREFUL - self.meter.current() - profile.resident
+        line = estimate_peak(chain, index)
+        sizes = sorted({min(size, self.batch_limit) for size in _BATCHES})
+        if line[0] + line[1] * sizes[0] > room:
+            sizes = [2, *sizes]
+        points: list[tuple[int, float]] = []
+        with _Bench(self, Exit(chain.layers[index], head), profile.input_shape, recipe) as bench:
+            for size in sizes:
+                expected = line[0] + line[1] * size
+                if expected > room:
+                    break
+                peak, compact = bench.compact(size)
+                fast = bench.fast(size) if expected * KEPT_HEAP < room else compact
+                points.append((size, peak))
+                line = _fit(points)
+                profile.batches.append(size)
+                profile.compact_seconds.append(compact)
+                profile.fast_seconds.append(min(fast, compact))
+                profile.forward_seconds = bench.forward_seconds(size) / size
+        return replace(profile, peak_fixed=line[0], peak_per_image=line[1], measured=bool(points))
+
+
+def _describe(chain: Chain, index: int, head: nn.Module, recipe: Recipe) -> LayerProfile:
+    """Return what is known of a layer without running it."""
+    layer = chain.layers[index]
+    parameters = [*layer.parameters(), *head.parameters()]
+    buffers = [*layer.buffers(), *head.buffers()]
+    weights = sum(p.numel() * p.element_size() for p in parameters)
+    state = sum(p.numel() * p.element_size() for p in parameters if p.requires_grad) * recipe.states
+    return LayerProfile(
+        name=chain.names[index],
+        input_shape=chain.layer_input_shape(index),
+        output_shape=chain.shapes[index],
+        head_width=getattr(head, "width", 0),
+        parameters=sum(p.numel() for p in parameters),
+        resident=weights + state + sum(b.numel() * b.element_size() for b in buffers),
+        peak_fixed=0.0,
+        peak_per_image=0.0,
+        measured=False,
+        flops=count_flops(layer, chain.layer_input_shape(index)) + count_flops(head, chain.shapes[index]),
+    )
+
+
+def _fit(points: list[tuple[int, float]]) -> tuple[float, float]:
+    """Return (fixed, per_image) of the line over the measured (batch, bytes).
+
+    The slope is that of the two largest batches; the line lies on or above every point, since what it predicts must
+    not be passed. One point alone says nothing of how much is fixed: all of it is then taken to grow with the batch.
+    """
+    if len(points) == 1:
+        return 0.0, points[0][1] / points[0][0]
+    (small, low), (large, high) = points[-2:]
+    slope = max(0.0, (high - low) / (large - small))
+    return max(0.0, max(peak - slope * size for size, peak in points)), slope
+
+
+class _Bench:
+    """Runs training steps of a copy of one exit and measures them."""
+
+    def __init__(self, profiler: Profiler, exit: Exit, input_shape: tuple[int, ...], recipe: Recipe) -> None:
+        self._profiler, self._exit, self._shape, self._recipe = profiler, exit, input_shape, recipe
+        self._residence = Residence([exit], profiler.device, recipe.memory_format)
+
+    def __enter__(self) -> _Bench:
+        self._residence.fetch()
+        self._trainer = ExitTrainer(self._exit, self._recipe, self._profiler.device)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._trainer.close()
+        self._residence.drop()
+
+    def _batch(self, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        features = torch.rand(size, *self._shape, device=self._profiler.device)
+        labels = torch.arange(size, device=self._profiler.device) % self._profiler.classes
+        return features.contiguous(memory_format=self._recipe.memory_format), labels
+
+    def seconds(self, size: int, times: int) -> float:
+        """Return the seconds of a step of `size` images, the best of `times`."""
+        features, labels = self._batch(size)
+        best = float("inf")
+        for _ in range(times):
+            start = time.perf_counter()
+            self._trainer.step(features, labels)
+            synchronize(self._profiler.device)
+            best = min(best, time.perf_counter() - start)
+        return best
+
+    def compact(self, size: int) -> tuple[float, float]:
+        """Return the bytes that a step takes over what is resident, and its seconds, each tensor mapped by itself."""
+        meter = self._profiler.meter
+        set_allocator(compact=True)
+        self._trainer.step(*self._batch(size))  # makes the optimizer's state and compiles kernels
+        meter.release()
+        before = meter.current()
+        meter.reset()
+        seconds = self.seconds(size, 1)
+        return max(0, meter.peak() - before), seconds
+
+    def fast(self, size: int) -> float:
+        """Return the seconds of a step with freed memory kept for the next one."""
+        set_allocator(compact=False)
+        seconds = self.seconds(size, 3)
+        set_allocator(compact=True)
+        self._profiler.meter.release()
+        return seconds
+
+    def forward_seconds(self, size: int) -> float:
+        """Return the seconds of a forward pass without gradients."""
+        features, _ = self._batch(size)
+        self._exit.eval()
+        with torch.no_grad(), self._recipe.autocast(self._profiler.device):
+            start = time.perf_counter()
+            self._exit(features)
+            synchronize(self._profiler.device)
+        self._exit.train()
+        return time.perf_counter() - start
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until `device` has done what was asked of it, so that a clock tells the truth."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)

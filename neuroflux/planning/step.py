@@ -1,0 +1,143 @@
+"""One training step of one exit: what the profiler measures is exactly what a block repeats."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+# fp16 gradients below 2^-24 are lost: the loss is scaled up, and gradients back down before they are applied
+_FP16_SCALE = 1024.0
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a step computes and updates; the same for every layer of a run.
+
+    Attributes:
+        optimizer: ``sgd`` (with Nesterov momentum 0.9) or ``adamw``.
+        lr: the highest learning rate; the schedule scales it.
+        precision: ``fp32``, ``bf16`` or ``fp16``: what autocast computes in.
+        channels_last: the memory format of feature maps and weights.
+    """
+
+    optimizer: str = "sgd"
+    lr: float = 0.05
+    weight_decay: float = 5e-4
+    label_smoothing: float = 0.0
+    precision: str = "fp32"
+    channels_last: bool = False
+
+    @property
+    def memory_format(self) -> torch.memory_format:
+        """Return the memory format of feature maps and weights."""
+        return torch.channels_last if self.channels_last else torch.contiguous_format
+
+    @property
+    def states(self) -> int:
+        """Return how many tensors of a parameter's size the optimizer keeps for it."""
+        return {"sgd": 1, "adamw": 2}[self.optimizer]
+
+    def make_optimizer(self, parameter: nn.Parameter, scale: float = 1.0) -> torch.optim.Optimizer:
+        """Return an optimizer for one parameter; norms and biases (fewer than two dimensions) do not decay.
+
+        The fused kernels update in one pass and without temporaries of the parameter's size.
+        """
+        decay = self.weight_decay if parameter.ndim > 1 else 0.0
+        if self.optimizer == "adamw":
+            return torch.optim.AdamW([parameter], lr=self.lr * scale, weight_decay=decay, fused=True)
+        return torch.optim.SGD(
+            [parameter], lr=self.lr * scale, momentum=0.9, nesterov=True, weight_decay=decay, fused=True
+        )
+
+    def autocast(self, device: torch.device) -> torch.autocast:
+        """Return the context in which forward passes run."""
+        return torch.autocast(device.type, _DTYPES[self.precision], enabled=self.precision != "fp32")
+
+
+class ParameterwiseOptimizer:
+    """Applies and frees each parameter's gradient as soon as it is complete, during the backward pass.
+
+    Only one gradient of the module exists at a time, and none outlives the step.
+    """
+
+    def __init__(self, parameters: list[nn.Parameter], recipe: Recipe) -> None:
+        self._scale = _FP16_SCALE if recipe.precision == "fp16" else 1.0
+        self._base = recipe.lr
+        self._optimizers = [recipe.make_optimizer(parameter) for parameter in parameters]
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(self._hook(optimizer))
+            for parameter, optimizer in zip(parameters, self._optimizers, strict=True)
+        ]
+
+    def _hook(self, optimizer: torch.optim.Optimizer) -> Callable[[torch.Tensor], None]:
+        def apply(parameter: torch.Tensor) -> None:
+            gradient = parameter.grad
+            if gradient is not None and self._scale != 1.0:
+                gradient.div_(self._scale)
+                if not torch.isfinite(gradient).all():  # fp16 overflowed: leave this update out
+                    parameter.grad = None
+                    return
+            optimizer.step()
+            parameter.grad = None
+
+        return apply
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Compute, apply and free the gradients of `loss`."""
+        (loss * self._scale if self._scale != 1.0 else loss).backward()
+
+    def set_rate(self, factor: float) -> None:
+        """Set the learning rate to `factor` times the recipe's."""
+        for optimizer in self._optimizers:
+            optimizer.param_groups[0]["lr"] = self._base * factor
+
+    def close(self) -> None:
+        """Detach from the parameters and free the optimizer state."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks, self._optimizers = [], []
+
+
+class Exit(nn.Module):
+    """A layer together with its head: maps features (N, C, H, W) to (output features, class scores)."""
+
+    def __init__(self, layer: nn.Module, head: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+        self.head = head
+
+    def forward(self, features: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        output = self.layer(features)
+        return output, self.head(output)
+
+
+class ExitTrainer:
+    """Trains one exit, which is on `device`, from its local loss; no gradient leaves it."""
+
+    def __init__(self, exit: Exit, recipe: Recipe, device: torch.device) -> None:
+        self.exit = exit
+        self.recipe = recipe
+        self.device = device
+        exit.train()
+        self.optimizer = ParameterwiseOptimizer([p for p in exit.parameters() if p.requires_grad], recipe)
+
+    def step(self, features: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Train on one batch: features (N, C, H, W), labels (N,).
+
+        Returns:
+            The detached output features (N, C', H', W') and the loss (scalar).
+        """
+        with self.recipe.autocast(self.device):
+            output, scores = self.exit(features)
+        loss = F.cross_entropy(scores.float(), labels, label_smoothing=self.recipe.label_smoothing)
+        self.optimizer.backward(loss)
+        return output.detach(), loss.detach()
+
+    def close(self) -> None:
+        """Free gradients and optimizer state."""
+        self.optimizer.close()

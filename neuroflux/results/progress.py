@@ -1,0 +1,84 @@
+"""Progress on the terminal: bars for people, plain lines for everything else."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Any, TextIO
+
+from tqdm import tqdm
+
+from neuroflux.planning.memory import format_bytes
+from neuroflux.planning.partitioner import BlockPlan, Plan
+from neuroflux.results.report import plan_table, render
+from neuroflux.training.block import Progress as Step
+from neuroflux.training.observer import Observer
+
+
+class Progress(Observer):
+    """Shows a run as it goes. At a terminal every block has a bar; elsewhere every pass is one line."""
+
+    def __init__(self, budget: int, stream: TextIO | None = None) -> None:
+        self._stream = stream or sys.stdout
+        self._budget = budget
+        self._bar: tqdm[Any] | None = None
+        self._plan: Plan | None = None
+        self._highest = 0
+        self._started = 0.0
+
+    def _print(self, text: str) -> None:
+        if self._bar is not None:
+            self._bar.clear()
+        print(text, file=self._stream, flush=True)
+
+    def phase(self, name: str, detail: str = "") -> None:
+        if name in ("data", "profile") or (name == "evaluate" and detail):
+            self._close_bar()
+            self._print(f"{name}: {detail}")
+
+    def planned(self, plan: Plan) -> None:
+        self._plan = plan
+        self._print(plan_table(plan))
+
+    def block_started(self, number: int, block: BlockPlan) -> None:
+        self._close_bar()
+        self._highest, self._started = 0, time.monotonic()
+
+    def stepped(self, number: int, epoch: int, progress: Step) -> None:
+        assert self._plan is not None
+        self._highest = max(self._highest, progress.peak)
+        if not self._stream.isatty():
+            return
+        if self._bar is None:
+            total = progress.total * self._plan.epochs
+            title = f"block {number}/{len(self._plan.blocks)}"
+            self._bar = tqdm(total=total, desc=title, unit="img", file=self._stream, dynamic_ncols=True, leave=True)
+        memory = f"{format_bytes(self._highest)} of {format_bytes(self._budget)}"
+        loss = f"{progress.losses[-1]:.3f}"
+        self._bar.set_postfix(epoch=epoch, batch=progress.batch, loss=loss, peak=memory, refresh=False)
+        self._bar.update((epoch - 1) * progress.total + progress.images - self._bar.n)
+
+    def epoch_ended(self, number: int, epoch: int, accuracies: list[float], losses: list[float], seconds: float) -> None:
+        assert self._plan is not None
+        done = f"block {number}/{len(self._plan.blocks)} pass {epoch}/{self._plan.epochs}"
+        left = (time.monotonic() - self._started) / epoch * (self._plan.epochs - epoch)
+        self._print(
+            f"{done}: {seconds:.1f} s, loss {losses[-1]:.3f}, validation accuracy by exit "
+            f"{' '.join(f'{accuracy:.3f}' for accuracy in accuracies)}, peak {format_bytes(self._highest)}, "
+            f"block done in {left:.0f} s"
+        )
+
+    def note(self, text: str) -> None:
+        self._print(f"note: {text}")
+
+    def finished(self, summary: dict[str, Any]) -> None:
+        self._close_bar()
+        self._print("\n" + render(summary))
+
+    def close(self) -> None:
+        self._close_bar()
+
+    def _close_bar(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None

@@ -1,0 +1,159 @@
+"""The report: what a run did and what came out of it, in words and tables that a person understands at once."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from neuroflux.errors import NeuroFluxError
+from neuroflux.planning.memory import format_bytes
+from neuroflux.planning.partitioner import Plan
+
+
+def table(header: list[str], rows: list[list[str]]) -> str:
+    """Return a Markdown table whose columns are aligned, so that it also reads well on a terminal."""
+    widths = [max(len(row[k]) for row in [header, *rows]) for k in range(len(header))]
+    lines = ["| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |" for row in rows]
+    title = "| " + " | ".join(cell.ljust(width) for cell, width in zip(header, widths, strict=True)) + " |"
+    return "\n".join([title, "|" + "|".join("-" * (width + 2) for width in widths) + "|", *lines])
+
+
+def plan_table(plan: Plan) -> str:
+    """Return the plan as a title and a table of its blocks."""
+    rows = []
+    for number, block in enumerate(plan.blocks, 1):
+        layers = f"{block.first + 1}-{block.last + 1}" if block.last > block.first else f"{block.first + 1}"
+        widths = plan.head_widths[block.first : block.last + 1]
+        rows.append(
+            [
+                str(number),
+                f"{layers} ({plan.layers[block.first]} .. {plan.layers[block.last]})",
+                " ".join(str(width or "own") for width in widths),
+                str(block.batch),
+                "compact" if block.compact else "fast",
+                format_bytes(block.peak),
+                f"{block.epoch_seconds:.1f}",
+                format_bytes(block.cache_bytes) if block.cache_bytes else "-",
+            ]
+        )
+    title = (
+        f"plan: {plan.model}, {len(plan.layers)} layers in {len(plan.blocks)} blocks, budget {format_bytes(plan.budget)}, "
+        f"predicted peak {format_bytes(plan.peak)}, floor {format_bytes(plan.floor)} ({plan.floor_layer}), "
+        f"{plan.precision}{' channels-last' if plan.channels_last else ''}, at most {_duration(plan.seconds)}, "
+        f"disk {format_bytes(plan.disk)}"
+    )
+    header = ["block", "layers", "head widths", "batch", "allocator", "peak", "s/pass", "cache"]
+    return title + "\n" + table(header, rows)
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours} h {minutes} min"
+    return f"{minutes} min {rest} s" if minutes else f"{rest} s"
+
+
+def render(summary: dict[str, Any]) -> str:
+    """Return the report of a finished run as Markdown; `summary` is what ``summary.json`` holds."""
+    budget, peak = summary["budget"], summary["peak"]
+    share = peak["measured"] / budget["bytes"]
+    parameters, rates = summary["parameters"], summary["images_per_second"]
+    images = summary["images"]
+    test = summary["test_accuracy"]
+    chosen = summary["chosen"]
+    total = sum(value for name, value in summary["seconds"].items() if name != "wait for data")
+    lines = [
+        f"# {summary['model']} on {summary['data']}",
+        "",
+        f"- **Budget** {budget['asked']} = {budget['bytes']:,} bytes; **measured peak** {format_bytes(peak['measured'])} "
+        f"({share:.0%} of it), predicted {format_bytes(peak['predicted'])}; counted: {peak['what']}",
+        f"- **Chosen exit**: layer {chosen + 1} of {len(summary['layers'])} ({summary['layers'][chosen]}), "
+        f"validation accuracy {summary['val_accuracy']:.4f}, "
+        + (f"**test accuracy {test:.4f}**" if test is not None else "no test set"),
+        f"- **Streamlined model**: {parameters['model']:,} parameters, "
+        f"{parameters['full'] / max(1, parameters['model']):.1f}x fewer than the full model's {parameters['full']:,}; "
+        f"{rates['model']:.0f} images/s at inference, {rates['model'] / rates['full']:.2f}x the full model's "
+        f"{rates['full']:.0f}",
+        f"- {images['train']} training, {images['val']} validation and {images['test']} test images; "
+        f"{summary['precision']}{', channels-last' if summary['channels_last'] else ''} on {summary['device']} "
+        f"with {summary['threads']} threads, seed {summary['seed']}, torch {summary['torch']}",
+        "",
+        "## Blocks",
+        "",
+        _blocks(summary),
+        "",
+        "## Exits",
+        "",
+        _exits(summary),
+        "",
+        "## Where the time went",
+        "",
+        _times(summary, total),
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def _blocks(summary: dict[str, Any]) -> str:
+    rows = []
+    for number, block in enumerate(summary["blocks"], 1):
+        seconds = block["epoch_seconds"]
+        per_pass = sum(seconds[:-1]) / (len(seconds) - 1) if len(seconds) > 1 else seconds[0]
+        widths = summary["head_widths"][block["first"] : block["last"] + 1]
+        batch = str(block["batch"]) + (f" (planned {block['planned_batch']})" * (block["batch"] != block["planned_batch"]))
+        rows.append(
+            [
+                str(number),
+                f"{block['first'] + 1}-{block['last'] + 1}",
+                " ".join(str(width or "own") for width in widths),
+                batch,
+                f"{per_pass:.1f}",
+                format_bytes(block["peak"]),
+            ]
+        )
+    text = table(["block", "layers", "head widths", "batch", "s/pass", "measured peak"], rows)
+    left = summary["planned_blocks"] - len(summary["blocks"])
+    if left:
+        text += f"\n\n{left} more planned blocks were not trained: the last one did not improve the best exit enough."
+    return text
+
+
+def _exits(summary: dict[str, Any]) -> str:
+    rows = [
+        [str(k + 1), summary["layers"][k], f"{accuracy:.4f}", "chosen" if k == summary["chosen"] else ""]
+        for k, accuracy in enumerate(summary["exits"])
+    ]
+    return table(["exit", "layer", "validation accuracy", ""], rows)
+
+
+def _times(summary: dict[str, Any], total: float) -> str:
+    rows = [
+        [name, f"{value:.1f}", f"{value / total:.1%}"]
+        for name, value in summary["seconds"].items()
+        if name != "wait for data"
+    ]
+    waited = summary["seconds"].get("wait for data", 0.0)
+    rows.append(["(of training: waiting for data)", f"{waited:.1f}", f"{waited / total:.1%}"])
+    return table(["phase", "seconds", "share"], rows)
+
+
+def read_summary(folder: Path) -> dict[str, Any]:
+    """Return what ``summary.json`` in the run folder `folder` holds.
+
+    Raises:
+        NeuroFluxError: there is none: the folder is missing or its run has not finished.
+    """
+    path = folder / "summary.json"
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise NeuroFluxError(f"{folder} holds no finished run ({path.name} is missing); train it first") from error
+    except (OSError, ValueError) as error:
+        raise NeuroFluxError(f"cannot read {path}: {error}") from error
+
+
+def write_report(folder: Path) -> None:
+    """Write ``report.md`` from ``summary.json`` in `folder`."""
+    (folder / "report.md").write_text(render(read_summary(folder)), encoding="utf-8")

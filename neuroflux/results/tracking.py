@@ -1,0 +1,100 @@
+"""What a run leaves for later: TensorBoard events and ``metrics.jsonl``."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+from torch.utils.tensorboard import SummaryWriter
+
+from neuroflux.inputs.arrays import write_json
+from neuroflux.planning.memory import format_bytes
+from neuroflux.planning.partitioner import BlockPlan, Plan
+from neuroflux.results.report import plan_table, render
+from neuroflux.training.block import Progress
+from neuroflux.training.checkpoint import BlockResult
+from neuroflux.training.observer import Observer
+
+# scalars of single steps are written at most this often, in seconds
+_INTERVAL = 1.0
+
+
+class Tracking(Observer):
+    """Writes to the run folder: ``plan.json``, ``metrics.jsonl`` (a line per pass) and TensorBoard events.
+
+    Scalars are laid out so that runs overlay: ``loss/layer-03``, ``accuracy/exit-03``, ``memory/peak MB``,
+    ``speed/images per second``; their step is the number of images trained on since the start of the run.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._writer = SummaryWriter(str(folder), max_queue=20, flush_secs=10)
+        self._metrics = open(folder / "metrics.jsonl", "a", encoding="utf-8", buffering=1)  # noqa: SIM115
+        self._images = 0  # trained on in finished passes
+        self._written = 0.0
+        self._start = time.monotonic()
+        self._first = 0
+        self._budget = 0
+        self._mark = (0.0, 0)  # time and images of the last scalar
+
+    def planned(self, plan: Plan) -> None:
+        write_json(self._folder / "plan.json", plan.to_dict())
+        self._budget = plan.budget
+        self._writer.add_text("plan", plan_table(plan).replace("\n|", "\n\n|", 1))
+        layout = {"memory": {"peak against budget": ["Multiline", ["memory/peak MB", "memory/budget MB"]]}}
+        self._writer.add_custom_scalars(layout)
+
+    def block_started(self, number: int, block: BlockPlan) -> None:
+        self._first = block.first
+        self._mark = (time.monotonic(), 0)
+
+    def stepped(self, number: int, epoch: int, progress: Progress) -> None:
+        now = time.monotonic()
+        if now - self._written < _INTERVAL:
+            return
+        self._written = now
+        step = self._images + progress.images
+        for offset, loss in enumerate(progress.losses):
+            self._writer.add_scalar(f"loss/layer-{self._first + offset + 1:02d}", loss, step)
+        self._writer.add_scalar("memory/peak MB", progress.peak / 1e6, step)
+        self._writer.add_scalar("memory/budget MB", self._budget / 1e6, step)
+        self._writer.add_scalar("training/batch", progress.batch, step)
+        self._writer.add_scalar("training/block", number, step)
+        since, images = self._mark
+        if now > since and progress.images > images:
+            self._writer.add_scalar("speed/images per second", (progress.images - images) / (now - since), step)
+        self._mark = (now, progress.images)
+
+    def epoch_ended(self, number: int, epoch: int, accuracies: list[float], losses: list[float], seconds: float) -> None:
+        self._images += max(self._mark[1], 0)
+        self._mark = (time.monotonic(), 0)
+        for offset, accuracy in enumerate(accuracies):
+            self._writer.add_scalar(f"accuracy/exit-{self._first + offset + 1:02d}", accuracy, self._images)
+        self._writer.add_scalar("accuracy/best exit", max(accuracies), self._images)
+        self._log(
+            event="pass", block=number, epoch=epoch, accuracies=accuracies, losses=losses, epoch_seconds=round(seconds, 3)
+        )
+
+    def block_ended(self, number: int, result: BlockResult) -> None:
+        self._writer.add_scalar("memory/peak of block MB", result.peak / 1e6, number)
+        self._log(event="block", block=number, accuracies=result.accuracies, batch=result.batch, peak=result.peak)
+
+    def note(self, text: str) -> None:
+        self._log(event="note", text=text)
+
+    def finished(self, summary: dict[str, Any]) -> None:
+        self._writer.add_text("report", render(summary))
+        for k, accuracy in enumerate(summary["exits"], 1):
+            self._writer.add_scalar("accuracy/by depth", accuracy, k)
+        peak = format_bytes(summary["peak"]["measured"])
+        self._log(event="end", test_accuracy=summary["test_accuracy"], peak=peak, chosen=summary["chosen"])
+
+    def _log(self, **values: Any) -> None:
+        values = {"seconds": round(time.monotonic() - self._start, 3), **values}
+        self._metrics.write(json.dumps(values) + "\n")
+
+    def close(self) -> None:
+        self._writer.close()
+        self._metrics.close()

@@ -1,0 +1,55 @@
+"""Train a CNN inside a memory budget: ``python -m neuroflux.train --budget 512MB``."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from neuroflux.config import Config, parse, run_command
+from neuroflux.results.progress import Progress
+from neuroflux.results.report import write_report
+from neuroflux.results.tracking import Tracking
+from neuroflux.training.folder import open_folder
+from neuroflux.training.pipeline import Run
+
+
+def train(config: Config) -> None:
+    """Train as `config` says, and leave all that came of it in the run folder."""
+    data = Path(config.data).stem if "/" in config.data or "." in config.data else config.data
+    folder = open_folder(config, f"{config.model.replace(':', '.')}-{data}-{config.budget}")
+    if config.resume:
+        config = _resumed(config, folder)
+    else:
+        config.save(folder / "config.yaml")
+    print(f"run folder: {folder}", flush=True)
+    print(f"budget: {config.budget} = {config.budget_bytes:,} bytes", flush=True)
+    run = Run(config, folder, [tracking := Tracking(folder), progress := Progress(config.budget_bytes)])
+    try:
+        run.prepare()
+        run.train()
+        write_report(folder)
+        print(f"model, report and TensorBoard events: {folder}  (tensorboard --logdir {folder.parent})")
+    except KeyboardInterrupt:
+        progress.close()
+        print(f"\nneuroflux: interrupted; {run.kept()}; continue with --resume --out {folder}", file=sys.stderr)
+        raise SystemExit(130) from None
+    finally:
+        tracking.close()
+        progress.close()
+        run.close()
+
+
+def _resumed(config: Config, folder: Path) -> Config:
+    """Return the settings of the run in `folder`, following its plan."""
+    saved = Config.from_yaml(folder / "config.yaml")
+    saved.plan, saved.out, saved.resume, saved.debug = str(folder / "plan.json"), str(folder), True, config.debug
+    return saved
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command and return its exit code."""
+    return run_command("neuroflux.train", __doc__, train, arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

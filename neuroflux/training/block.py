@@ -1,0 +1,151 @@
+"""A block: consecutive layers that learn side by side, each from the loss of its own head."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from neuroflux.errors import NeuroFluxError
+from neuroflux.planning.residence import Residence
+from neuroflux.planning.step import Exit, ExitTrainer, Recipe
+from neuroflux.training.cache import Batches, Level
+from neuroflux.training.guard import Guard
+
+# the learning rate rises over this share of a block's training and then falls along half a cosine
+_WARM_UP = 0.15
+# batch norm cannot train on one image when a map has a single pixel
+SMALLEST_BATCH = 2
+
+
+@dataclass
+class Progress:
+    """What an observer is told after every step.
+
+    Attributes:
+        images, total: images trained on in this epoch, and in a whole one.
+        losses: the local loss of every layer of the block.
+        peak: the bytes that the step took at most.
+        waited: seconds that this epoch has waited for data.
+    """
+
+    images: int
+    total: int
+    batch: int
+    losses: list[float]
+    peak: int
+    waited: float
+
+
+def rate(progress: float) -> float:
+    """Return the learning rate as a share of the highest one, `progress` (0..1) into the training of a block."""
+    if progress < _WARM_UP:
+        return max(progress, 0.005) / _WARM_UP
+    return 0.5 * (1 + math.cos(math.pi * (progress - _WARM_UP) / (1 - _WARM_UP)))
+
+
+class Block:
+    """Trains `exits`, which follow each other; only inside `training` do they hold gradients and optimizer state."""
+
+    def __init__(self, exits: list[Exit], recipe: Recipe, device: torch.device) -> None:
+        self.exits, self.recipe, self.device = exits, recipe, device
+        self._residence = Residence([*exits], device, recipe.memory_format)
+        self._trainers: list[ExitTrainer] = []
+
+    @contextmanager
+    def on_device(self) -> Iterator[None]:
+        """Keep a copy of the block's weights on the device, and write it back to where they rest at the end."""
+        self._residence.fetch()
+        try:
+            yield
+        finally:
+            self._residence.store()
+
+    @contextmanager
+    def training(self) -> Iterator[None]:
+        """Hold optimizers for the block's weights, which must be on the device."""
+        self._trainers = [ExitTrainer(exit, self.recipe, self.device) for exit in self.exits]
+        try:
+            yield
+        finally:
+            for trainer in self._trainers:
+                trainer.close()
+            self._trainers = []
+
+    def train_batch(
+        self, level: Level, rows: torch.Tensor, labels: torch.Tensor, generator: torch.Generator
+    ) -> list[float]:
+        """Train every layer on one batch: stored `rows` of `level`, labels (N,). Returns the loss of each layer.
+
+        A layer's graph is gone before the next layer runs, so the block's peak is that of its largest layer.
+        """
+        features = self.input(level, rows, generator)
+        labels = labels.to(self.device)
+        losses = []
+        for trainer in self._trainers:
+            features, loss = trainer.step(features, labels)
+            losses.append(loss)
+        return torch.stack(losses).tolist()
+
+    def set_rate(self, factor: float) -> None:
+        """Set the learning rate of all layers to `factor` times the recipe's."""
+        for trainer in self._trainers:
+            trainer.optimizer.set_rate(factor)
+
+    @torch.no_grad()
+    def features(self, features: torch.Tensor) -> torch.Tensor:
+        """Return the block's output for its input features, in eval mode."""
+        with self.recipe.autocast(self.device):
+            for exit in self.exits:
+                features = exit.layer.eval()(features)
+        return features
+
+    @torch.no_grad()
+    def accuracies(self, level: Level, batch: int) -> list[float]:
+        """Return the accuracy of every exit on `level`."""
+        right = torch.zeros(len(self.exits), dtype=torch.long, device=self.device)
+        for exit in self.exits:
+            exit.eval()
+        for rows, indices in Batches(level, np.arange(len(level.labels)), lambda: batch):
+            features = self.input(level, rows, None)
+            labels = torch.from_numpy(level.labels[indices]).to(self.device)
+            with self.recipe.autocast(self.device):
+                for number, exit in enumerate(self.exits):
+                    features, scores = exit(features)
+                    right[number] += (scores.argmax(1) == labels).sum()
+        for exit in self.exits:
+            exit.train()
+        return [int(count) / max(1, len(level.labels)) for count in right]
+
+    def input(self, level: Level, rows: torch.Tensor, generator: torch.Generator | None) -> torch.Tensor:
+        """Return stored `rows` as features in the memory format of the recipe."""
+        features = level.features(rows, generator)
+        return features.contiguous(memory_format=self.recipe.memory_format) if features.ndim == 4 else features
+
+
+def train_epoch(
+    block: Block, level: Level, guard: Guard, epoch: int, epochs: int, generator: torch.Generator
+) -> Iterator[Progress]:
+    """Make one pass over `level`, number `epoch` of `epochs` (from 0), and say after every step how it went.
+
+    Raises:
+        NeuroFluxError: a loss is no longer finite.
+        BudgetTooSmall: not even the smallest batch fits.
+    """
+    total = len(level.labels)
+    order = torch.randperm(total, generator=generator).numpy()
+    batches = Batches(level, order, lambda: guard.batch, SMALLEST_BATCH)
+    done = 0
+    for rows, indices in batches:
+        block.set_rate(rate((epoch + done / total) / epochs))
+        losses = block.train_batch(level, rows, torch.from_numpy(level.labels[indices]), generator)
+        del rows
+        if not all(map(math.isfinite, losses)):
+            bad = next(k for k, loss in enumerate(losses) if not math.isfinite(loss))
+            raise NeuroFluxError(f"the loss of layer {bad + 1} of the block became {losses[bad]}; lower --lr")
+        done += len(indices)
+        yield Progress(done, total, len(indices), losses, guard.after_step(len(indices)), batches.waited)

@@ -1,0 +1,162 @@
+"""Levels: what a block is fed with. Level 0 is the data set; level k holds the outputs of block k, cached on disk."""
+
+from __future__ import annotations
+
+import queue
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from neuroflux.errors import NeuroFluxError
+from neuroflux.inputs.arrays import ArrayFile, ArrayWriter
+from neuroflux.inputs.datasets import Split, augment
+from neuroflux.inputs.preprocess import Preprocess
+
+# features are stored as fp16, whose largest finite value this is
+_LARGEST = 65504.0
+
+
+class Level(Protocol):
+    """The inputs of one block for one split: labels (n,), and rows that are read by index and made into features."""
+
+    labels: np.ndarray
+
+    def read(self, indices: np.ndarray) -> torch.Tensor:
+        """Return the stored rows at `indices`; runs beside training, in a thread of its own."""
+        ...
+
+    def features(self, rows: torch.Tensor, generator: torch.Generator | None) -> torch.Tensor:
+        """Return `rows` as float features (N, C, H, W) on the device, augmented when `generator` is given."""
+        ...
+
+
+class ImageLevel:
+    """Level 0: the images themselves."""
+
+    def __init__(self, split: Split, preprocess: Preprocess, augmentation: str, device: torch.device) -> None:
+        self.labels = split.labels
+        self._split, self._preprocess, self._augmentation, self._device = split, preprocess, augmentation, device
+
+    def read(self, indices: np.ndarray) -> torch.Tensor:
+        return self._split.read(indices)
+
+    def features(self, rows: torch.Tensor, generator: torch.Generator | None) -> torch.Tensor:
+        if generator is not None:
+            rows = augment(rows, self._augmentation, generator)
+        return self._preprocess(rows.to(self._device, non_blocking=True))
+
+
+class CachedLevel:
+    """Level k: one view of every image, as the finished blocks before it put it out."""
+
+    def __init__(self, path: Path, labels: np.ndarray, flip: bool, device: torch.device) -> None:
+        self.labels = labels
+        self.array = ArrayFile(path)
+        if len(self.array) != len(labels):
+            raise NeuroFluxError(f"{path} holds {len(self.array)} images instead of {len(labels)}; delete it")
+        self._flip, self._device = flip, device
+
+    def read(self, indices: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(self.array.read(indices))
+
+    def features(self, rows: torch.Tensor, generator: torch.Generator | None) -> torch.Tensor:
+        features = rows.to(self._device, non_blocking=True).float()
+        if generator is not None and self._flip and features.ndim == 4:
+            # the features of a mirrored image are nearly its mirrored features
+            chosen = torch.rand(len(features), generator=generator) < 0.5
+            features = torch.where(chosen.to(self._device).view(-1, 1, 1, 1), features.flip(3), features)
+        return features
+
+
+class Batches:
+    """Reads batches of a level ahead of their use, in one thread.
+
+    Args:
+        order: indices (n,) in the order in which they are used.
+        size: asked for the size of each batch just before it is read.
+        smallest: a last batch with fewer images is left out (batch norm cannot train on a single image).
+    """
+
+    def __init__(self, level: Level, order: np.ndarray, size: Callable[[], int], smallest: int = 1) -> None:
+        self._level, self._order, self._size, self._smallest = level, order, size, smallest
+        self.waited = 0.0  # seconds that training waited for data
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, np.ndarray]]:
+        """Yield (rows, their indices)."""
+        requests: queue.SimpleQueue[np.ndarray | None] = queue.SimpleQueue()
+        answers: queue.SimpleQueue[torch.Tensor | BaseException] = queue.SimpleQueue()
+
+        def work() -> None:
+            while (indices := requests.get()) is not None:
+                try:
+                    answers.put(self._level.read(indices))
+                except BaseException as error:  # it is raised again where the batch is used
+                    answers.put(error)
+
+        thread = threading.Thread(target=work, name="read-ahead", daemon=True)
+        thread.start()
+        try:
+            start = 0
+            pending = self._next(start)
+            if len(pending):
+                requests.put(pending)
+            while len(pending):
+                begun = time.perf_counter()
+                rows = answers.get()
+                self.waited += time.perf_counter() - begun
+                if isinstance(rows, BaseException):
+                    raise rows
+                start += len(pending)
+                following = self._next(start)
+                if len(following):
+                    requests.put(following)
+                current, pending = pending, following
+                yield rows, current
+                del rows
+        finally:
+            requests.put(None)
+            thread.join()
+
+    def _next(self, start: int) -> np.ndarray:
+        indices = self._order[start : start + self._size()]
+        return indices if len(indices) >= self._smallest else indices[:0]
+
+
+def write_level(
+    path: Path, level: Level, forward: Callable[[torch.Tensor], torch.Tensor], batch: int, shape: tuple[int, ...]
+) -> None:
+    """Write the outputs of `forward` over all rows of `level` to the array `path` of rows `shape`, as fp16."""
+    with ArrayWriter(path, shape, np.float16) as writer:
+        for rows, _ in Batches(level, np.arange(len(level.labels)), lambda: batch):
+            output = forward(level.features(rows, None))
+            output = output.float().clamp_(-_LARGEST, _LARGEST)
+            writer.append(output.to(torch.float16).cpu().contiguous().numpy())
+
+
+def check_disk(folder: Path, needed: int) -> None:
+    """Raise NeuroFluxError unless the disk of `folder` has `needed` bytes free."""
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        raise NeuroFluxError(
+            f"the activation caches need {needed / 1e9:.2f} GB in {folder}, where {free / 1e9:.2f} GB are free; "
+            f"free space, choose another --out, or raise --budget (fewer blocks need less cache)"
+        )
+
+
+def measure_disk(folder: Path, size: int = 4_000_000) -> float:
+    """Return the bytes per second that arrays are written and read with in `folder`."""
+    rows = np.zeros((size // 4000, 2000), np.float16)
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        path = Path(scratch) / "rate.npy"
+        start = time.perf_counter()
+        with ArrayWriter(path, (2000,), np.float16) as writer:
+            writer.append(rows)
+        ArrayFile(path).read(np.arange(len(rows)))
+        return 2 * size / (time.perf_counter() - start)

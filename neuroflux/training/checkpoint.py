@@ -1,0 +1,79 @@
+"""Checkpoints: what a run has finished, so that it can go on from there."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from neuroflux.errors import NeuroFluxError
+from neuroflux.inputs.arrays import write_json
+from neuroflux.training.exits import read_tensors
+
+
+@dataclass
+class BlockResult:
+    """A finished block.
+
+    Attributes:
+        accuracies: the validation accuracy of each of its exits.
+        batch: the batch size it ended with.
+        peak: the most bytes measured while it was trained and cached.
+    """
+
+    accuracies: list[float]
+    batch: int
+    peak: int
+    epoch_seconds: list[float]
+    seconds: dict[str, float] = field(default_factory=dict)
+
+
+class Checkpoints:
+    """The folder ``checkpoints/`` of a run: one file of weights for each finished block, and ``state.json``."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def results(self) -> list[BlockResult]:
+        """Return the finished blocks, in order.
+
+        Raises:
+            NeuroFluxError: the state cannot be read.
+        """
+        path = self.folder / "state.json"
+        if not path.exists():
+            return []
+        try:
+            return [BlockResult(**result) for result in json.loads(path.read_text(encoding="utf-8"))["blocks"]]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise NeuroFluxError(f"cannot read {path}: {error}; start the run again with another --out") from error
+
+    def save(self, modules: list[nn.Module], results: list[BlockResult]) -> None:
+        """Publish the weights of the block that `results` ends with; `modules` are its exits."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        path = self._path(len(results))
+        temporary = path.with_name(path.name + ".tmp")
+        try:
+            torch.save({str(k): dict(module.state_dict()) for k, module in enumerate(modules)}, temporary)
+        except (OSError, RuntimeError) as error:
+            temporary.unlink(missing_ok=True)
+            raise NeuroFluxError(f"cannot write {path}: {str(error).splitlines()[0]}; free space there") from error
+        temporary.replace(path)
+        write_json(self.folder / "state.json", {"blocks": [asdict(result) for result in results]})
+
+    def load(self, number: int, modules: list[nn.Module]) -> None:
+        """Copy the weights of finished block `number` (from 1) into `modules`, its exits."""
+        content: dict[str, Any] = read_tensors(self._path(number))
+        try:
+            for key, module in enumerate(modules):
+                module.load_state_dict(content[str(key)])
+        except (KeyError, RuntimeError) as error:
+            reason = str(error).splitlines()[-1].strip()
+            raise NeuroFluxError(f"{self._path(number)} does not fit the model: {reason}") from error
+
+    def _path(self, number: int) -> Path:
+        return self.folder / f"block-{number}.pt"

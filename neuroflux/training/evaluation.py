@@ -1,0 +1,53 @@
+"""What a finished model is worth: accuracy, size and speed."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import torch
+from torch import nn
+
+from neuroflux.inputs.datasets import Split
+from neuroflux.planning.profiler import synchronize
+from neuroflux.training.cache import Batches
+
+
+@torch.no_grad()
+def accuracy(model: nn.Module, split: Split, batch: int, device: torch.device) -> float:
+    """Return the share of the images of `split` that `model` classifies rightly."""
+    model.eval()
+    right = 0
+    for rows, indices in Batches(_Rows(split), np.arange(len(split)), lambda: batch):
+        labels = torch.from_numpy(split.labels[indices])
+        right += int((model(rows.to(device)).argmax(1).cpu() == labels).sum())
+    return right / max(1, len(split))
+
+
+class _Rows:
+    """A split as a level whose features are its stored images."""
+
+    def __init__(self, split: Split) -> None:
+        self.labels, self.read = split.labels, split.read
+
+    def features(self, rows: torch.Tensor, generator: torch.Generator | None) -> torch.Tensor:
+        return rows
+
+
+@torch.no_grad()
+def throughput(models: list[nn.Module], shape: tuple[int, ...], batch: int, device: torch.device) -> list[float]:
+    """Return the images per second of each of `models` at inference, the median of five turns taken alternately."""
+    images = torch.randint(0, 256, (batch, *shape), dtype=torch.uint8, device=device)
+    times: list[list[float]] = [[] for _ in models]
+    for _ in range(6):
+        for model, taken in zip(models, times, strict=True):
+            start = time.perf_counter()
+            model(images)
+            synchronize(device)
+            taken.append(time.perf_counter() - start)
+    return [batch / float(np.median(taken[1:])) for taken in times]
+
+
+def count_parameters(model: nn.Module) -> int:
+    """Return the number of weights of `model`, shared ones counted once."""
+    return sum(parameter.numel() for parameter in model.parameters())

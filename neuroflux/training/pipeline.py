@@ -1,0 +1,404 @@
+"""The run: from a configuration to a streamlined model, one step after the other.
+
+config -> data -> model -> chain -> profile -> plan -> for each block: train, cache -> exit -> streamlined model
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from neuroflux.config import Config
+from neuroflux.errors import NeuroFluxError
+from neuroflux.inputs.arrays import ArrayFile, ArrayWriter, write_json
+from neuroflux.inputs.chain import Chain, trace_chain
+from neuroflux.inputs.datasets import Data, Split, open_data
+from neuroflux.inputs.models import build_model, build_on_disk, input_channels
+from neuroflux.inputs.preprocess import Preprocess
+from neuroflux.planning.heads import adaptive_width
+from neuroflux.planning.memory import Meter, format_bytes, make_meter, set_allocator
+from neuroflux.planning.partitioner import BlockPlan, Job, Plan, make_plan
+from neuroflux.planning.profiler import Profiler, synchronize
+from neuroflux.planning.step import Exit, Recipe
+from neuroflux.training.block import SMALLEST_BATCH, Block, train_epoch
+from neuroflux.training.cache import Batches, CachedLevel, ImageLevel, Level, check_disk, write_level
+from neuroflux.training.checkpoint import BlockResult, Checkpoints
+from neuroflux.training.exits import Description, StreamlinedModel, choose_exit, load, make_head
+from neuroflux.training.guard import Guard
+from neuroflux.training.observer import Observer
+
+# the batch for which the learning rate is meant (see Config.lr)
+_RATE_BATCH = 32
+
+
+@dataclass
+class Inputs:
+    """What comes in: the data, and the model cut into a chain, its weights resting on disk.
+
+    Attributes:
+        channels: what the model's first layer takes.
+        raw: whether the data's float images come prepared (`Preprocess`).
+    """
+
+    data: Data
+    model: nn.Module
+    chain: Chain
+    channels: int
+    name: str
+    raw: bool = False
+
+    @property
+    def classes(self) -> int:
+        """Return the number of classes."""
+        return len(self.data.classes)
+
+
+def open_inputs(config: Config, scratch: Path) -> Inputs:
+    """Return the data and the model that `config` names; weights are put into mapped files below `scratch`."""
+    root = Path(config.data_root).expanduser()
+    data = open_data(
+        config.data,
+        root=root,
+        seed=config.seed,
+        image_size=config.image_size,
+        limit_train=config.limit_train,
+        limit_val=config.limit_val,
+        limit_test=config.limit_test,
+        budget=config.budget_bytes,
+    )
+    size = data.shape[1]
+    channels = input_channels(config.model, size, data.shape[0])
+
+    def build() -> nn.Module:
+        torch.manual_seed(config.seed)
+        return build_model(config.model, num_classes=len(data.classes), in_channels=channels, image_size=size)
+
+    model = build_on_disk(build, scratch / "weights")
+    chain = trace_chain(model, (channels, *data.shape[1:]))
+    return Inputs(data, model, chain, channels, config.model)
+
+
+class Run:
+    """One run in one folder. `observers` are told what happens; see `Observer`."""
+
+    def __init__(self, config: Config, folder: Path, observers: list[Observer]) -> None:
+        self.config, self.folder, self._observers = config, folder, observers
+        self.device = config.torch_device()
+        if config.threads:
+            torch.set_num_threads(config.threads)
+        set_allocator(compact=True)
+        self.meter: Meter = make_meter(self.device, config.budget_bytes)
+        self.seconds: dict[str, float] = {}
+        self.recipe = Recipe(
+            optimizer=config.optimizer,
+            lr=config.lr,
+            weight_decay=config.weight_decay,
+            label_smoothing=config.label_smoothing,
+            precision="fp32" if config.precision == "auto" else config.precision,
+        )
+
+    def _tell(self, event: str, *values: Any) -> None:
+        for observer in self._observers:
+            getattr(observer, event)(*values)
+
+    @contextmanager
+    def _phase(self, name: str, detail: str = "") -> Iterator[None]:
+        """Add the seconds of the block of code to the phase `name`."""
+        self._tell("phase", name, detail)
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+
+    def kept(self) -> str:
+        """Return what of the run is safe on disk, in words."""
+        done = len(Checkpoints(self.folder / "checkpoints").results())
+        return f"kept: {done} finished block{'s' * (done != 1)}" if done else "no block was finished yet"
+
+    def close(self) -> None:
+        """Delete what only served the run: the mapped weights, and the cache of a run that has finished."""
+        self.__dict__.pop("inputs", None)
+        shutil.rmtree(self.folder / "weights", ignore_errors=True)
+
+    # --- before training ---
+
+    def prepare(self, make_inputs: Callable[[Config, Path], Inputs] = open_inputs) -> Plan:
+        """Open data and model, and return the plan: the one that the configuration names, or a new one."""
+        with self._phase("data", self.config.data):
+            self.inputs = make_inputs(self.config, self.folder)
+            self.augmentation = (
+                self.inputs.data.augment if self.config.augment == "auto" else self.config.augment
+            )
+        if self.config.plan:
+            self.plan = self._follow(Path(self.config.plan))
+        else:
+            with self._phase("profile", f"{len(self.inputs.chain.layers)} layers"):
+                self.plan = self._make_plan()
+        self.recipe = replace(self.recipe, precision=self.plan.precision, channels_last=self.plan.channels_last)
+        self._tell("planned", self.plan)
+        return self.plan
+
+    def _head(self, index: int, width: int | None = None) -> nn.Module:
+        chain = self.inputs.chain
+        if width is None:
+            parameters = sum(p.numel() for p in chain.layers[index].parameters())
+            width = adaptive_width(chain.shapes[index][0], parameters)
+        return make_head(chain, index, self.inputs.classes, width, self.config.seed)
+
+    def _make_plan(self) -> Plan:
+        config, chain = self.config, self.inputs.chain
+        profiler = Profiler(self.meter, self.device, config.budget_bytes, config.batch_limit, self.inputs.classes)
+        if config.precision == "auto":
+            self.recipe = profiler.choose_precision(chain, self._head, self.recipe)
+        profile = profiler.profile(chain, self._head, self.recipe, disk_rate=measure_disk(self.folder))
+        job = Job(
+            model=self.inputs.name,
+            budget=config.budget_bytes,
+            batch_limit=config.batch_limit,
+            epochs=config.epochs,
+            train_images=len(self.inputs.data.train),
+            val_images=len(self.inputs.data.val),
+            disk_limit=int(shutil.disk_usage(self.folder).free * 0.9),
+        )
+        return make_plan(profile, job, config.partitioner)
+
+    def _follow(self, path: Path) -> Plan:
+        """Return the plan in the file `path`, which must fit the model."""
+        try:
+            plan = Plan.from_dict(json.loads(path.read_text(encoding="utf-8")))
+        except (OSError, ValueError) as error:
+            raise NeuroFluxError(f"cannot read the plan {path}: {error}") from error
+        names = self.inputs.chain.names
+        if plan.layers != names:
+            raise NeuroFluxError(
+                f"the plan {path} was made for other layers ({len(plan.layers)}, {plan.layers[0]}..) than "
+                f"{self.inputs.name} has ({len(names)}, {names[0]}..); make it with the same --model and --data"
+            )
+        return plan
+
+    # --- training ---
+
+    def train(self) -> dict[str, Any]:
+        """Train block after block, choose the exit, and return the summary that ``summary.json`` then holds."""
+        check_disk(self.folder, self.plan.disk)
+        data = self.inputs.data
+        checkpoints = Checkpoints(self.folder / "checkpoints")
+        results = checkpoints.results()
+        levels = self._resume(results, checkpoints) if results else self._images()
+        stopped = _stalled(results, self.config.min_gain)
+        for number in range(len(results) + 1, len(self.plan.blocks) + 1):
+            if stopped:
+                break
+            planned = self.plan.blocks[number - 1]
+            self._tell("block_started", number, planned)
+            exits = self._exits(planned)
+            block = Block(exits, self._rated(planned.batch), self.device)
+            with block.on_device():
+                result = self._train_block(number, block, planned, levels)
+                results.append(result)
+                checkpoints.save(list(exits), results)
+                stopped = _stalled(results, self.config.min_gain)
+                if not stopped and number < len(self.plan.blocks):
+                    levels = self._cache(number, block, result.batch, levels)
+            self._tell("block_ended", number, result)
+            del block, exits
+            if stopped:
+                self._tell("note", f"block {number} improved the best exit by less than {self.config.min_gain}: done")
+        summary = self._finish(results, checkpoints, data)
+        self._tell("finished", summary)
+        return summary
+
+    def _rated(self, batch: int) -> Recipe:
+        """Return the recipe with the learning rate that suits `batch`."""
+        return replace(self.recipe, lr=self.recipe.lr * (batch / _RATE_BATCH) ** 0.5)
+
+    def _exits(self, block: BlockPlan) -> list[Exit]:
+        layers, widths = self.inputs.chain.layers, self.plan.head_widths
+        return [Exit(layers[k], self._head(k, widths[k])) for k in range(block.first, block.last + 1)]
+
+    def _train_block(
+        self, number: int, block: Block, planned: BlockPlan, levels: tuple[Level, Level]
+    ) -> BlockResult:
+        """Train one block for all its epochs and return how it went; its weights are then back at rest."""
+        config, (train, val) = self.config, levels
+        seconds: list[float] = []
+        accuracies: list[float] = []
+        generator = torch.Generator().manual_seed(config.seed * 1000 + number)
+        torch.manual_seed(config.seed * 1000 + number)  # dropout
+        guard = Guard(
+            self.meter,
+            config.budget_bytes,
+            planned.batch,
+            planned.bytes_per_image,
+            SMALLEST_BATCH,
+            planned.compact,
+        )
+        highest, waited = 0, 0.0
+        with block.training():
+            for epoch in range(config.epochs):
+                with self._phase("train", f"block {number}"):
+                    start = time.perf_counter()
+                    losses = np.zeros(len(block.exits))
+                    for progress in train_epoch(block, train, guard, epoch, config.epochs, generator):
+                        losses += np.array(progress.losses) * progress.batch
+                        highest = max(highest, progress.peak)
+                        self._tell("stepped", number, epoch + 1, progress)
+                    waited += progress.waited
+                    seconds.append(time.perf_counter() - start)
+                with self._phase("evaluate"):
+                    accuracies = block.accuracies(val, guard.batch)
+                    highest = max(highest, self.meter.peak())
+                    means = list(losses / progress.images)
+                    self._tell("epoch_ended", number, epoch + 1, accuracies, means, seconds[-1])
+        if guard.shrunk:
+            self._tell("note", f"block {number}: the batch was reduced to {guard.batch} to stay within the budget")
+        self.seconds["wait for data"] = self.seconds.get("wait for data", 0.0) + waited
+        return BlockResult(accuracies, guard.batch, highest, seconds)
+
+    # --- levels ---
+
+    def _images(self) -> tuple[Level, Level]:
+        """Return level 0 of the training and the validation images."""
+        return self._image_level(self.inputs.data.train), self._image_level(self.inputs.data.val)
+
+    def _image_level(self, split: Split) -> ImageLevel:
+        data = self.inputs.data
+        preprocess = Preprocess(data.mean, data.std, self.inputs.channels, self.inputs.raw).to(self.device)
+        return ImageLevel(split, preprocess, self.augmentation, self.device)
+
+    def _cache(self, number: int, block: Block, batch: int, levels: tuple[Level, Level]) -> tuple[Level, Level]:
+        """Write the outputs of block `number` over both splits, drop the level before, and return the new one."""
+        folder = self.folder / "cache" / f"level-{number}"
+        shape = self.inputs.chain.shapes[self.plan.blocks[number - 1].last]
+        set_allocator(compact=True)
+        with self._phase("cache", f"block {number}"):
+            for name, level in zip(("train", "val"), levels, strict=True):
+                write_level(folder / f"{name}.npy", level, block.features, batch, shape)
+            self.meter.peak()
+        shutil.rmtree(self.folder / "cache" / f"level-{number - 1}", ignore_errors=True)
+        return self._cached(number)
+
+    def _cached(self, number: int) -> tuple[Level, Level]:
+        """Return level `number` from its cache."""
+        data, folder = self.inputs.data, self.folder / "cache" / f"level-{number}"
+        flip = "flip" in self.augmentation
+        return (
+            CachedLevel(folder / "train.npy", data.train.labels, flip, self.device),
+            CachedLevel(folder / "val.npy", data.val.labels, flip, self.device),
+        )
+
+    def _resume(self, results: list[BlockResult], checkpoints: Checkpoints) -> tuple[Level, Level]:
+        """Load the finished blocks and return the level that the next one reads, rebuilt where it is not intact."""
+        blocks = self.plan.blocks[: len(results)]
+        for number, planned in enumerate(blocks, 1):
+            checkpoints.load(number, list(self._exits(planned)))
+        self._tell("note", f"{len(results)} of {len(self.plan.blocks)} blocks were finished before")
+        if len(results) == len(self.plan.blocks) or _stalled(results, self.config.min_gain):
+            return self._images()
+        with self._phase("cache", "check"):
+            intact = self._intact(len(results))
+        if intact:
+            return self._cached(len(results))
+        self._tell("note", f"the cache of block {len(results)} is missing or damaged: it is written again")
+        levels = self._images()
+        for number, planned in enumerate(blocks, 1):
+            block = Block(self._exits(planned), self.recipe, self.device)
+            with block.on_device():
+                levels = self._cache(number, block, results[number - 1].batch, levels)
+        return levels
+
+    def _intact(self, number: int) -> bool:
+        folder = self.folder / "cache" / f"level-{number}"
+        try:
+            return all(ArrayFile(folder / f"{name}.npy").intact() for name in ("train", "val"))
+        except NeuroFluxError:
+            return False
+
+    # --- the end ---
+
+    def _finish(self, results: list[BlockResult], checkpoints: Checkpoints, data: Data) -> dict[str, Any]:
+        """Choose the exit, save and test the streamlined model, and write the summary."""
+        set_allocator(compact=True)
+        shutil.rmtree(self.folder / "cache", ignore_errors=True)
+        accuracies = [accuracy for result in results for accuracy in result.accuracies]
+        chosen = choose_exit(accuracies, self.config.tolerance)
+        number = next(k for k, block in enumerate(self.plan.blocks, 1) if block.first <= chosen <= block.last)
+        batch = min(result.batch for result in results[:number])
+        exits = self._exits(self.plan.blocks[number - 1])
+        checkpoints.load(number, list(exits))
+        head = exits[chosen - self.plan.blocks[number - 1].first].head
+        description = Description(
+            model=self.inputs.name,
+            layers=chosen + 1,
+            width=self.plan.head_widths[chosen],
+            classes=list(data.classes),
+            shape=list(data.shape),
+            channels=self.inputs.channels,
+            mean=data.mean,
+            std=data.std,
+            raw=self.inputs.raw,
+        )
+        layers = self.inputs.chain.layers
+        StreamlinedModel(list(layers[: chosen + 1]), head, description).save(self.folder / "model.pt")
+        del exits, head
+        with self._phase("evaluate", "test"):
+            model = load(self.folder / "model.pt", None if self.inputs.name else self.inputs.model).to(self.device)
+            test = accuracy(model, data.test, batch, self.device) if data.test is not None else None
+            full = StreamlinedModel(list(layers), self.inputs.chain.classifier, description).eval().to(self.device)
+            rates = throughput([model, full], data.shape, batch, self.device)
+        self.meter.peak()
+        summary = {
+            "budget": {"asked": self.config.budget, "bytes": self.config.budget_bytes},
+            "peak": {
+                "predicted": self.plan.peak,
+                "measured": max([self.meter.highest, *(result.peak for result in results)]),
+                "what": self.meter.what,
+            },
+            "model": self.inputs.name or type(self.inputs.model).__name__,
+            "data": data.name,
+            "images": {"train": len(data.train), "val": len(data.val), "test": len(data.test or [])},
+            "layers": self.plan.layers,
+            "head_widths": self.plan.head_widths,
+            "blocks": [
+                {**asdict(block), **asdict(result), "planned_batch": block.batch}
+                for block, result in zip(self.plan.blocks, results, strict=False)
+            ],
+            "planned_blocks": len(self.plan.blocks),
+            "exits": accuracies,
+            "chosen": chosen,
+            "val_accuracy": accuracies[chosen],
+            "test_accuracy": test,
+            "eval_batch": batch,
+            "parameters": {"model": count_parameters(model), "full": count_parameters(full)},
+            "images_per_second": {"model": rates[0], "full": rates[1]},
+            "seconds": {name: round(value, 3) for name, value in self.seconds.items()},
+            "precision": self.recipe.precision,
+            "channels_last": self.recipe.channels_last,
+            "device": str(self.device),
+            "threads": torch.get_num_threads(),
+            "torch": torch.__version__,
+            "seed": self.config.seed,
+        }
+        write_json(self.folder / "summary.json", summary)
+        return summary
+
+
+def _stalled(results: list[BlockResult], min_gain: float) -> bool:
+    """Return whether the last finished block improved the best exit by less than `min_gain`."""
+    if len(results) < 2:
+        return False
+    before = max(max(result.accuracies) for result in results[:-1])
+    return max(results[-1].accuracies) < before + min_gain
