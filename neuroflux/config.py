@@ -182,11 +182,14 @@ def parse(prog: str, description: str | None, arguments: list[str] | None = None
 
 
 def _underscored(word: str) -> str:
-    """Return ``--batch-limit=3`` as ``--batch_limit=3``; values and ``--print_config`` stay as they are."""
+    """Return ``--batch-limit=3`` as ``--batch_limit=3`` and the switch ``--resume`` as ``--resume=true``."""
     if not word.startswith("--"):
         return word
     flag, equals, value = word[2:].partition("=")
-    return "--" + flag.replace("-", "_") + equals + value
+    flag = flag.replace("-", "_")
+    if not equals and any(field.name == flag and field.type == "bool" for field in fields(Config)):
+        return f"--{flag}=true"
+    return f"--{flag}{equals}{value}"
 
 
 def one_line_errors(main: Callable[[], None], debug: bool) -> int:

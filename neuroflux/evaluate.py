@@ -7,11 +7,11 @@ import sys
 from pathlib import Path
 
 from neuroflux.config import Config, one_line_errors
+from neuroflux.errors import NeuroFluxError
 from neuroflux.inputs.datasets import open_data
 from neuroflux.results.report import read_summary
 from neuroflux.training.evaluation import accuracy
 from neuroflux.training.exits import load
-from neuroflux.errors import NeuroFluxError
 
 
 def evaluate(folder: Path) -> None:

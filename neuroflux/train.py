@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from neuroflux.config import Config, parse, run_command
+from neuroflux.config import Config, run_command
 from neuroflux.results.progress import Progress
 from neuroflux.results.report import write_report
 from neuroflux.results.tracking import Tracking

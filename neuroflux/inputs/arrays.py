@@ -53,7 +53,7 @@ class ArrayWriter:
 
     def __enter__(self) -> ArrayWriter:
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = open(self._temporary, "wb")  # noqa: SIM115 (closed in __exit__)
+        self._file = open(self._temporary, "wb")
         self._file.write(b"\0" * self.HEADER)
         return self
 

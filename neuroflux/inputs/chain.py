@@ -8,6 +8,8 @@
 
 from __future__ import annotations
 
+import logging
+import operator
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,7 +18,9 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.fx.experimental.symbolic_shapes  # fake tensors import it late: memory is measured from a process that has it
+
+# fake tensors import it late, and memory is measured from a process that has imported all that a run needs
+import torch.fx.experimental.symbolic_shapes
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call
@@ -123,7 +127,7 @@ class _Tracer(fx.Tracer):
     proxy_buffer_attributes = True
 
     def __init__(self, model: nn.Module, untraced: Sequence[str]) -> None:
-        super().__init__(param_shapes_constant=True)
+        super().__init__()
         self.model = model
         self.untraced = untraced
 
@@ -297,9 +301,21 @@ class _Recorded(nn.Module):
         return self.recorder.run(x)
 
 
+@contextmanager
+def _quiet_fakes() -> Iterator[None]:
+    """Keep torch from logging a traceback where an operation refuses a shape: the error says it."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    disabled = logger.disabled
+    logger.disabled = True
+    try:
+        yield
+    finally:
+        logger.disabled = disabled
+
+
 def _run_fake(module: nn.Module, shape: Sequence[int], device: torch.device) -> tuple[Any, bool]:
     """Run `module` on a batch of `shape` without computing; return its result and whether it changed its input."""
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad():
+    with _quiet_fakes(), FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad():
         # stand-ins for the parameters and buffers too: a norm in training would update the real ones
         state = [*module.named_parameters(), *module.named_buffers()]
         stand_ins: dict[str, Tensor] = {name: mode.from_tensor(tensor) for name, tensor in state}
@@ -323,7 +339,7 @@ def _shapes(
                 recorder.run(torch.zeros((1, *input_shape), device=device))
     except Exception as error:
         node = recorder.node
-        place = f" at {node.target if node.op == 'call_module' else node.name}" if node is not None else ""
+        place = f" at {_readable(node)}" if node is not None else ""
         size = "x".join(map(str, input_shape))
         raise NeuroFluxError(
             f"the model cannot take images of {size}: {describe_failure(error)}{place}; "
@@ -390,6 +406,7 @@ class _Cutter:
             if node.op in ("call_module", "get_attr")
         }
         self.shapes = _shapes(fx.GraphModule(self.attributes, graph).eval(), input_shape, self.device)
+        self._take_batch_sizes_where_used(graph)
         # a parameter or a constant is no value that crosses a cut: each piece fetches its own
         self.nodes = [node for node in graph.nodes if not self._is_fetched(node)]
         self.alive = self._alive()
@@ -419,6 +436,31 @@ class _Cutter:
             shapes=[self.shapes[group[-1].result.name] or () for group in groups],
             input_shape=self.input_shape,
         )
+
+    def _take_batch_sizes_where_used(self, graph: fx.Graph) -> None:
+        """Make `n = x.size(0); ...; y.view(n, -1)` read y's own batch size, so that n is not alive in between."""
+        for node in list(graph.nodes):
+            if not self._is_batch_size(node):
+                continue
+            for user in list(node.users):
+                tensor = next((n for n in user.all_input_nodes if self.shapes[n.name] is not None), None)
+                if tensor is not None:
+                    with graph.inserting_before(user):
+                        size = graph.call_method("size", (tensor, 0))
+                    user.replace_input_with(node, size)
+                    self.shapes[size.name] = None
+
+    def _is_batch_size(self, node: fx.Node) -> bool:
+        def is_batch(value: Any) -> bool:
+            return isinstance(value, fx.Node) and self.shapes[value.name] is not None
+
+        if node.op == "call_method" and node.target == "size" and node.args[1:] == (0,):
+            return is_batch(node.args[0])
+        if node.target is operator.getitem and node.args[1] == 0 and isinstance(node.args[0], fx.Node):
+            sizes = node.args[0]
+            if (sizes.target == "size" and len(sizes.args) == 1) or sizes.args[1:] == ("shape",):
+                return is_batch(sizes.args[0])
+        return False
 
     def _is_fetched(self, node: fx.Node) -> bool:
         return node.op == "get_attr" or isinstance(self.attributes.get(node.target), ByMode)
@@ -548,7 +590,7 @@ class _Cutter:
         longest = max(pieces, key=lambda piece: len(piece.nodes))
         crossing = [self.alive[self.nodes.index(node)] for node in longest.nodes[:-1]]
         together = max(crossing, key=len, default=[])
-        names = ", ".join(node.name for node in together[:6]) + (", ..." if len(together) > 6 else "")
+        names = ", ".join(_readable(node) for node in together[:6]) + (", ..." if len(together) > 6 else "")
         reasons = [f"alive together inside the longest part without a cut: {names}"] if together else []
         reasons += [f"{path!r} is one piece: {reason}" for path, reason in list(self.untraced.items())[:2]]
         return NeuroFluxError(
@@ -556,6 +598,10 @@ class _Cutter:
             "conv or linear weight, takes and gives feature maps, and ends where one tensor is alive"
             + "".join(f"; {reason}" for reason in reasons)
         )
+
+
+def _readable(node: fx.Node) -> str:
+    return str(node.target) if node.op == "call_module" else node.name
 
 
 def _attribute(model: nn.Module, target: str) -> Any:

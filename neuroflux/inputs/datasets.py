@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, Any, Literal, cast
 
 import numpy as np
 import torch
@@ -100,6 +100,7 @@ class Data:
         mean, std: per channel, in the units of the images (0..255 for uint8; 0 and 1 for a user's own floats).
         augment: what keeps an image's meaning: 'none', 'crop' or 'flip+crop' (see `augment`).
         train, val, test: disjoint splits; `test` is None only where the Python API was given none.
+        raw: whether the images are floats that the user's own transforms prepared.
     """
 
     name: str
@@ -111,6 +112,7 @@ class Data:
     train: Split
     val: Split
     test: Split | None
+    raw: bool = False
 
 
 def open_data(
@@ -199,11 +201,12 @@ def from_torch(
     first = kept.read(np.array([0]))
     channels = first.shape[1]
     mean, std = [0.0] * channels, [1.0] * channels
-    if first.dtype == torch.uint8:
+    raw = first.dtype != torch.uint8
+    if not raw:
         mean, std = _mean_std(kept, STATISTICS_IMAGES // 10)  # the user's transforms may be slow
     shape = cast("tuple[int, int, int]", tuple(first.shape[1:]))
     name = type(train).__name__.lower()
-    return Data(name, list(names), shape, mean, std, "none", kept, val_split, test_split)
+    return Data(name, list(names), shape, mean, std, "none", kept, val_split, test_split, raw)
 
 
 def augment(images: torch.Tensor, how: str, generator: torch.Generator) -> torch.Tensor:
@@ -845,7 +848,7 @@ def _cifar_batch(path: Path) -> Chunks:
         rest = mapped[:opcode] + b"U\0" + mapped[start + length :]  # an empty string in its place
     batch = _InertUnpickler(io.BytesIO(rest), encoding="latin1").load()
     labels = np.array(batch["labels"] if "labels" in batch else batch["fine_labels"], np.int64)
-    order = "F" if batch["data"].state[3] else "C"
+    order: Literal["C", "F"] = "F" if batch["data"].state[3] else "C"
     pixels = np.memmap(path, np.uint8, "r", start, (length // 3072, 3072), order)
     for some in _pieces(len(pixels), 3072):
         yield np.array(pixels[some]).reshape(-1, 3, 32, 32), labels[some]

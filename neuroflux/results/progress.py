@@ -58,7 +58,9 @@ class Progress(Observer):
         self._bar.set_postfix(epoch=epoch, batch=progress.batch, loss=loss, peak=memory, refresh=False)
         self._bar.update((epoch - 1) * progress.total + progress.images - self._bar.n)
 
-    def epoch_ended(self, number: int, epoch: int, accuracies: list[float], losses: list[float], seconds: float) -> None:
+    def epoch_ended(
+        self, number: int, epoch: int, accuracies: list[float], losses: list[float], seconds: float
+    ) -> None:
         assert self._plan is not None
         done = f"block {number}/{len(self._plan.blocks)} pass {epoch}/{self._plan.epochs}"
         left = (time.monotonic() - self._started) / epoch * (self._plan.epochs - epoch)

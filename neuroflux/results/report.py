@@ -14,7 +14,9 @@ from neuroflux.planning.partitioner import Plan
 def table(header: list[str], rows: list[list[str]]) -> str:
     """Return a Markdown table whose columns are aligned, so that it also reads well on a terminal."""
     widths = [max(len(row[k]) for row in [header, *rows]) for k in range(len(header))]
-    lines = ["| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |" for row in rows]
+    lines = [
+        "| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |" for row in rows
+    ]
     title = "| " + " | ".join(cell.ljust(width) for cell, width in zip(header, widths, strict=True)) + " |"
     return "\n".join([title, "|" + "|".join("-" * (width + 2) for width in widths) + "|", *lines])
 
@@ -102,7 +104,9 @@ def _blocks(summary: dict[str, Any]) -> str:
         seconds = block["epoch_seconds"]
         per_pass = sum(seconds[:-1]) / (len(seconds) - 1) if len(seconds) > 1 else seconds[0]
         widths = summary["head_widths"][block["first"] : block["last"] + 1]
-        batch = str(block["batch"]) + (f" (planned {block['planned_batch']})" * (block["batch"] != block["planned_batch"]))
+        batch = str(block["batch"]) + (
+            f" (planned {block['planned_batch']})" * (block["batch"] != block["planned_batch"])
+        )
         rows.append(
             [
                 str(number),

@@ -67,14 +67,21 @@ class Tracking(Observer):
             self._writer.add_scalar("speed/images per second", (progress.images - images) / (now - since), step)
         self._mark = (now, progress.images)
 
-    def epoch_ended(self, number: int, epoch: int, accuracies: list[float], losses: list[float], seconds: float) -> None:
+    def epoch_ended(
+        self, number: int, epoch: int, accuracies: list[float], losses: list[float], seconds: float
+    ) -> None:
         self._images += max(self._mark[1], 0)
         self._mark = (time.monotonic(), 0)
         for offset, accuracy in enumerate(accuracies):
             self._writer.add_scalar(f"accuracy/exit-{self._first + offset + 1:02d}", accuracy, self._images)
         self._writer.add_scalar("accuracy/best exit", max(accuracies), self._images)
         self._log(
-            event="pass", block=number, epoch=epoch, accuracies=accuracies, losses=losses, epoch_seconds=round(seconds, 3)
+            event="pass",
+            block=number,
+            epoch=epoch,
+            accuracies=accuracies,
+            losses=losses,
+            epoch_seconds=round(seconds, 3),
         )
 
     def block_ended(self, number: int, result: BlockResult) -> None:

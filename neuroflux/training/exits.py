@@ -130,7 +130,9 @@ def load(path: str | Path, model: nn.Module | None = None) -> StreamlinedModel:
         streamlined.load_state_dict(weights)
     except (RuntimeError, AttributeError, TypeError) as error:
         reason = str(error).splitlines()[-1].strip()
-        raise NeuroFluxError(f"the weights in {path} do not fit {description.model or 'the model'}: {reason}") from error
+        raise NeuroFluxError(
+            f"the weights in {path} do not fit {description.model or 'the model'}: {reason}"
+        ) from error
     return streamlined.eval()
 
 

@@ -30,7 +30,9 @@ def open_folder(config: Config, name: str) -> Path:
         if not os.access(folder, os.W_OK):
             raise PermissionError(13, "Permission denied")
     except OSError as error:
-        raise NeuroFluxError(f"cannot write to the run folder {folder}: {error.strerror}; choose another --out") from error
+        raise NeuroFluxError(
+            f"cannot write to the run folder {folder}: {error.strerror}; choose another --out"
+        ) from error
     return folder
 
 

@@ -24,7 +24,9 @@ class Observer:
     def stepped(self, number: int, epoch: int, progress: Progress) -> None:
         """A step of block `number` has ended."""
 
-    def epoch_ended(self, number: int, epoch: int, accuracies: list[float], losses: list[float], seconds: float) -> None:
+    def epoch_ended(
+        self, number: int, epoch: int, accuracies: list[float], losses: list[float], seconds: float
+    ) -> None:
         """A pass of block `number` has ended, and its exits were evaluated."""
 
     def block_ended(self, number: int, result: BlockResult) -> None:

@@ -6,9 +6,7 @@ config -> data -> model -> chain -> profile -> plan -> for each block: train, ca
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,19 +20,20 @@ from torch import nn
 
 from neuroflux.config import Config
 from neuroflux.errors import NeuroFluxError
-from neuroflux.inputs.arrays import ArrayFile, ArrayWriter, write_json
+from neuroflux.inputs.arrays import ArrayFile, write_json
 from neuroflux.inputs.chain import Chain, trace_chain
 from neuroflux.inputs.datasets import Data, Split, open_data
 from neuroflux.inputs.models import build_model, build_on_disk, input_channels
 from neuroflux.inputs.preprocess import Preprocess
 from neuroflux.planning.heads import adaptive_width
-from neuroflux.planning.memory import Meter, format_bytes, make_meter, set_allocator
+from neuroflux.planning.memory import Meter, make_meter, set_allocator
 from neuroflux.planning.partitioner import BlockPlan, Job, Plan, make_plan
-from neuroflux.planning.profiler import Profiler, synchronize
+from neuroflux.planning.profiler import Profiler
 from neuroflux.planning.step import Exit, Recipe
 from neuroflux.training.block import SMALLEST_BATCH, Block, train_epoch
-from neuroflux.training.cache import Batches, CachedLevel, ImageLevel, Level, check_disk, write_level
+from neuroflux.training.cache import CachedLevel, ImageLevel, Level, check_disk, measure_disk, write_level
 from neuroflux.training.checkpoint import BlockResult, Checkpoints
+from neuroflux.training.evaluation import accuracy, count_parameters, throughput
 from neuroflux.training.exits import Description, StreamlinedModel, choose_exit, load, make_head
 from neuroflux.training.guard import Guard
 from neuroflux.training.observer import Observer
@@ -139,9 +138,7 @@ class Run:
         """Open data and model, and return the plan: the one that the configuration names, or a new one."""
         with self._phase("data", self.config.data):
             self.inputs = make_inputs(self.config, self.folder)
-            self.augmentation = (
-                self.inputs.data.augment if self.config.augment == "auto" else self.config.augment
-            )
+            self.augmentation = self.inputs.data.augment if self.config.augment == "auto" else self.config.augment
         if self.config.plan:
             self.plan = self._follow(Path(self.config.plan))
         else:
@@ -229,9 +226,7 @@ class Run:
         layers, widths = self.inputs.chain.layers, self.plan.head_widths
         return [Exit(layers[k], self._head(k, widths[k])) for k in range(block.first, block.last + 1)]
 
-    def _train_block(
-        self, number: int, block: Block, planned: BlockPlan, levels: tuple[Level, Level]
-    ) -> BlockResult:
+    def _train_block(self, number: int, block: Block, planned: BlockPlan, levels: tuple[Level, Level]) -> BlockResult:
         """Train one block for all its epochs and return how it went; its weights are then back at rest."""
         config, (train, val) = self.config, levels
         seconds: list[float] = []
