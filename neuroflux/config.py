@@ -48,6 +48,8 @@ class Config:
         partitioner: How layers are grouped into blocks: exact (least predicted time) or greedy (the paper's rule).
         tolerance: The shallowest exit within this much of the best validation accuracy becomes the model.
         min_gain: Training stops when a block improves the best validation accuracy by less than this.
+        lookahead: How many layers beyond the best exit go on learning once a fifth of a block's passes are made; deeper
+            ones are dropped.
         seed: Seed of everything random.
         device: auto, cpu, cuda, cuda:1, ...
         threads: CPU threads to compute with (default: all cores).
@@ -77,6 +79,7 @@ class Config:
     partitioner: str = "exact"
     tolerance: float = 0.005
     min_gain: float = 0.002
+    lookahead: int = 2
     seed: int = 0
     device: str = "auto"
     threads: int | None = None
@@ -97,7 +100,7 @@ class Config:
                 near = difflib.get_close_matches(str(value), allowed, n=1)
                 hint = f"; did you mean {near[0]!r}?" if near else ""
                 raise NeuroFluxError(f"--{name} {value!r} is none of {', '.join(allowed)}{hint}")
-        at_least = {"epochs": 1, "batch_limit": 2, "threads": 1, "image_size": 8, "seed": 0}
+        at_least = {"epochs": 1, "batch_limit": 2, "threads": 1, "image_size": 8, "seed": 0, "lookahead": 0}
         at_least |= {"limit_train": 2, "limit_val": 1, "limit_test": 1}
         for name, least in at_least.items():
             value = getattr(self, name)
@@ -173,12 +176,24 @@ def parse(prog: str, description: str | None, arguments: list[str] | None = None
     parser = _Parser(prog=prog, description=description, default_env=False)
     parser.add_argument("--config", action="config", help="YAML file with any of these settings")
     parser.add_class_arguments(Config)
-    given = sys.argv[1:] if arguments is None else arguments
-    values = parser.parse_args([_underscored(word) for word in given]).as_dict()
+    given = [_underscored(word) for word in (sys.argv[1:] if arguments is None else arguments)]
+    _check_files(given)
+    values = parser.parse_args(given).as_dict()
     values.pop("config", None)
     config = Config(**values)
     config.check()
     return config
+
+
+def _check_files(words: list[str]) -> None:
+    """Raise NeuroFluxError for a ``--config`` file that is missing or not YAML, naming it."""
+    for word, following in zip(words, [*words[1:], ""], strict=True):
+        if word == "--config" or word.startswith("--config="):
+            path = Path(word.partition("=")[2] or following)
+            try:
+                yaml.safe_load(path.read_text(encoding="utf-8"))
+            except (OSError, ValueError, yaml.YAMLError) as error:
+                raise NeuroFluxError(f"cannot read the settings in {path}: {' '.join(str(error).split())}") from error
 
 
 def _underscored(word: str) -> str:

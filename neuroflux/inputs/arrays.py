@@ -62,7 +62,7 @@ class ArrayWriter:
         if rows.shape[1:] != self.row_shape:
             raise ValueError(f"rows of shape {rows.shape[1:]} in an array of rows {self.row_shape}")
         data = np.ascontiguousarray(rows, dtype=self.dtype)
-        view = memoryview(data).cast("B") if data.size else memoryview(b"")
+        view = data.data.cast("B") if data.size else memoryview(b"")
         self._crc = zlib.crc32(view, self._crc)
         try:
             self._file.write(view)
@@ -134,7 +134,7 @@ class ArrayFile:
         rows = np.empty((len(indices), *self.shape[1:]), self.dtype)
         if rows.size == 0:
             return rows
-        view = memoryview(rows.reshape(len(rows), -1).view(np.uint8))
+        view = rows.reshape(len(rows), -1).view(np.uint8).data
         start = 0
         while start < len(indices):  # neighbours on disk are read in one call
             stop = start + 1

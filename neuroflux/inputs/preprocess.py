@@ -28,9 +28,6 @@ class Preprocess(nn.Module):
         self.raw = raw
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        if images.dtype == torch.uint8:
-            values = images.float()
-        else:
-            values = images.float() if self.raw else images * 255.0
+        values = images.float() if images.dtype == torch.uint8 or self.raw else images.float() * 255.0
         values = (values - self.mean).div_(self.std)
         return values if values.shape[1] == self.channels else values.expand(-1, self.channels, -1, -1).contiguous()

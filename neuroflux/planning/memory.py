@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import os
 import re
 import sys
 from abc import ABC, abstractmethod
@@ -193,6 +192,7 @@ class AcceleratorMeter(Meter):
 
 def make_meter(device: torch.device, budget: int) -> Meter:
     """Return the meter for `device`; on an accelerator the allocator is capped at `budget` bytes."""
+    gc.freeze()  # what was imported is no garbage: collections, which follow every release, need not look at it
     if device.type == "cpu":
         warm_up()
         return CpuMeter()
@@ -231,20 +231,3 @@ def trim_heap() -> None:
     """Return free memory at the end of and inside the C library's heap to the system (glibc only)."""
     if _GLIBC and _LIBC is not None:
         _LIBC.malloc_trim(0)
-
-
-def reserve_file(path: Path, size: int) -> None:
-    """Make `path` a file of `size` bytes whose disk space is really there.
-
-    Raises:
-        NeuroFluxError: the disk has no room for it.
-    """
-    try:
-        with open(path, "wb") as file:
-            if size and hasattr(os, "posix_fallocate"):
-                os.posix_fallocate(file.fileno(), 0, size)
-            else:
-                file.truncate(size)
-    except OSError as error:
-        path.unlink(missing_ok=True)
-        raise NeuroFluxError(f"cannot reserve {format_bytes(size)} for {path}: {error.strerror}") from error

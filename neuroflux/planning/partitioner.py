@@ -16,8 +16,9 @@ _ENOUGH = 0.9
 # the paper's threshold: a layer joins a block while its largest batch is within this share of the block's
 # (arXiv 2402.14139, section 5)
 GREEDY_THRESHOLD = 0.4
+_GREEDY_STEP = 1.02
 # predictions are kept this far below the budget: a share for what is unlike the profile, bytes for what does not scale
-_MARGIN_SHARE, _MARGIN_BYTES = 0.04, 2_000_000
+_MARGIN_SHARE, _MARGIN_BYTES = 0.04, 4_000_000
 # batches in memory at once while one is trained on: being read, and waiting
 READ_AHEAD = 2
 _FEATURE_BYTES = 2  # cached features are fp16
@@ -30,7 +31,7 @@ class BlockPlan:
 
     Attributes:
         compact: whether each tensor is mapped by itself (less memory, slower; see `memory.set_allocator`).
-        peak: predicted bytes at most, and `bytes_per_image` what one more image in the batch adds.
+        peak: predicted bytes at most.
         epoch_seconds: predicted seconds of one pass over the training set.
         cache_bytes: what its outputs take on disk.
         cache_seconds: predicted seconds to write them.
@@ -41,7 +42,6 @@ class BlockPlan:
     batch: int
     compact: bool
     peak: int
-    bytes_per_image: int
     epoch_seconds: float
     cache_bytes: int
     cache_seconds: float
@@ -164,18 +164,19 @@ class Partitioner:
     def plan_block(self, first: int, last: int, budget: int) -> BlockPlan | None:
         """Return the block of layers `first`..`last` with its best batch, or None when none fits `budget`.
 
-        Best is the smallest batch that comes close to the highest throughput, not the largest that fits.
+        Best is the smallest that comes close to the highest throughput, not the largest that fits. Small means memory
+        here, so that what more budget adds comes last: it is taken only where it is faster than all that was there.
         """
         options = [
-            (batch, compact, self._step_seconds(first, last, batch, compact) / batch)
+            (peak, self._step_seconds(first, last, batch, compact) / batch, batch, compact)
             for batch in self._grid
             for compact in (False, True)
-            if self.peak(first, last, batch, compact) <= budget
+            if (peak := self.peak(first, last, batch, compact)) <= budget
         ]
         if not options:
             return None
-        best = min(seconds for _, _, seconds in options)
-        batch, compact, _ = next(option for option in options if option[2] <= best / _ENOUGH)
+        best = min(seconds for _, seconds, _, _ in options)
+        _, _, batch, compact = min(option for option in options if option[1] <= best / _ENOUGH)
         return self._describe(first, last, batch, compact)
 
     def _describe(self, first: int, last: int, batch: int, compact: bool) -> BlockPlan:
@@ -191,7 +192,6 @@ class Partitioner:
             batch=batch,
             compact=compact,
             peak=self.peak(first, last, batch, compact),
-            bytes_per_image=self.peak(first, last, batch + 1, compact) - self.peak(first, last, batch, compact),
             epoch_seconds=job.train_images * (per_image + read) + job.val_images * (forward + read),
             cache_bytes=cache * images,
             cache_seconds=images * (forward + read + cache / self.profile.disk_rate) if cache else 0.0,
@@ -219,7 +219,7 @@ class Partitioner:
     def exact(self) -> list[BlockPlan]:
         """Return the blocks with the least predicted time: dynamic programming over the cut points."""
         count = len(self._layers)
-        best: list[tuple[float, list[BlockPlan]]] = [(0.0, [])] + [(float("inf"), [])] * count
+        best: list[tuple[float, list[BlockPlan]]] = [(0.0, []), *((float("inf"), []) for _ in range(count))]
         for end in range(1, count + 1):
             for start in range(end):
                 block = self.plan_block(start, end - 1, self.job.budget)
@@ -233,17 +233,15 @@ class Partitioner:
     def greedy(self) -> list[BlockPlan]:
         """Return the blocks that the paper's rule gives, at the budget or the part of it with the least time.
 
-        The rule alone can turn a larger budget into a slower plan, since a block that may grow grows; so it is applied
-        at every smaller budget at which some batch starts to fit, too.
+        The rule alone can turn a larger budget into a slower plan, since a block that may grow grows; so it is also
+        applied to smaller budgets, at fixed steps from the floor up.
         """
-        steps = {
-            peak
-            for index in range(len(self._layers))
-            for batch in self._grid
-            for compact in (False, True)
-            if (peak := self.peak(index, index, batch, compact)) <= self.job.budget
-        }
-        plans = [plan for budget in sorted(steps | {self.job.budget}) if (plan := self._greedy(budget))]
+        budget, _ = self.floor()
+        budgets = []
+        while budget <= self.job.budget:
+            budgets.append(budget)
+            budget = int(budget * _GREEDY_STEP) + 1
+        plans = [blocks for budget in budgets if (blocks := self._greedy(budget))]
         return min(plans, key=lambda blocks: sum(map(self.cost, blocks)), default=[])
 
     def _greedy(self, budget: int) -> list[BlockPlan]:
@@ -297,8 +295,8 @@ def make_plan(profile: Profile, job: Job, partitioner: str = "exact") -> Plan:
     blocks = rule.greedy() if partitioner == "greedy" else rule.exact()
     if not blocks:
         raise NeuroFluxError(
-            f"the activation caches do not fit the {format_bytes(job.disk_limit or 0)} that are free on the disk of the "
-            f"run folder; free space, choose another --out, or raise --budget"
+            f"the activation caches do not fit the {format_bytes(job.disk_limit or 0)} that are free on the disk "
+            f"of the run folder; free space, choose another --out, or raise --budget"
         )
     return assemble(profile, job, blocks, partitioner, floor, layer)
 

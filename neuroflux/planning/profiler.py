@@ -194,7 +194,7 @@ class Profiler:
         head = make_head(index)
         layer = _describe(chain, index, head, recipe)
         fixed, per_image = estimate_peak(chain, index)
-        batch = min(32, self.batch_limit)
+        batch = min(8, self.batch_limit)
         if fixed + per_image * batch > self.budget * _CAREFUL - self.meter.current() - layer.resident:
             return recipe
         low = ("bf16",) if self.device.type == "cpu" else ("bf16", "fp16")
@@ -202,7 +202,7 @@ class Profiler:
         times = {}
         for candidate in candidates:
             with _Bench(self, Exit(chain.layers[index], head), layer.input_shape, candidate) as bench:
-                times[candidate] = bench.seconds(batch, 3)
+                times[candidate] = bench.seconds(batch, 4)
         fastest = min(candidates, key=times.__getitem__)
         return fastest if times[fastest] < _WORTHWHILE * times[candidates[0]] else candidates[0]
 
@@ -312,7 +312,7 @@ class _Bench:
     def fast(self, size: int) -> float:
         """Return the seconds of a step with freed memory kept for the next one."""
         set_allocator(compact=False)
-        seconds = self.seconds(size, 3)
+        seconds = self.seconds(size, 2)
         set_allocator(compact=True)
         self._profiler.meter.release()
         return seconds

@@ -39,10 +39,12 @@ def plan_table(plan: Plan) -> str:
                 format_bytes(block.cache_bytes) if block.cache_bytes else "-",
             ]
         )
+    count = len(plan.blocks)
     title = (
-        f"plan: {plan.model}, {len(plan.layers)} layers in {len(plan.blocks)} blocks, budget {format_bytes(plan.budget)}, "
-        f"predicted peak {format_bytes(plan.peak)}, floor {format_bytes(plan.floor)} ({plan.floor_layer}), "
-        f"{plan.precision}{' channels-last' if plan.channels_last else ''}, at most {_duration(plan.seconds)}, "
+        f"plan: {plan.model}, {len(plan.layers)} layers in {count} block{'s' * (count != 1)}; "
+        f"budget {format_bytes(plan.budget)}, predicted peak {format_bytes(plan.peak)}, "
+        f"floor {format_bytes(plan.floor)} ({plan.floor_layer}); "
+        f"{plan.precision}{' channels-last' if plan.channels_last else ''}; at most {_duration(plan.seconds)}; "
         f"disk {format_bytes(plan.disk)}"
     )
     header = ["block", "layers", "head widths", "batch", "allocator", "peak", "s/pass", "cache"]
@@ -69,8 +71,9 @@ def render(summary: dict[str, Any]) -> str:
     lines = [
         f"# {summary['model']} on {summary['data']}",
         "",
-        f"- **Budget** {budget['asked']} = {budget['bytes']:,} bytes; **measured peak** {format_bytes(peak['measured'])} "
-        f"({share:.0%} of it), predicted {format_bytes(peak['predicted'])}; counted: {peak['what']}",
+        f"- **Budget** {budget['asked']} = {budget['bytes']:,} bytes; **measured peak** "
+        f"{format_bytes(peak['measured'])} ({share:.0%} of it), predicted "
+        f"{format_bytes(peak['predicted'])}; counted: {peak['what']}",
         f"- **Chosen exit**: layer {chosen + 1} of {len(summary['layers'])} ({summary['layers'][chosen]}), "
         f"validation accuracy {summary['val_accuracy']:.4f}, "
         + (f"**test accuracy {test:.4f}**" if test is not None else "no test set"),
@@ -118,9 +121,9 @@ def _blocks(summary: dict[str, Any]) -> str:
             ]
         )
     text = table(["block", "layers", "head widths", "batch", "s/pass", "measured peak"], rows)
-    left = summary["planned_blocks"] - len(summary["blocks"])
-    if left:
-        text += f"\n\n{left} more planned blocks were not trained: the last one did not improve the best exit enough."
+    trained, planned = len(summary["exits"]), len(summary["layers"])
+    if trained < planned:
+        text += f"\n\nLayers {trained + 1} to {planned} were not trained to the end: they would not have given a better exit."
     return text
 
 

@@ -91,6 +91,13 @@ class Block:
             losses.append(loss)
         return torch.stack(losses).tolist()
 
+    def trim(self, count: int) -> None:
+        """Keep only the first `count` layers; those after them learn no more and are not part of the block."""
+        for trainer in self._trainers[count:]:
+            trainer.close()
+        self._trainers = self._trainers[:count]
+        self.exits = self.exits[:count]
+
     def set_rate(self, factor: float) -> None:
         """Set the learning rate of all layers to `factor` times the recipe's."""
         for trainer in self._trainers:

@@ -136,7 +136,7 @@ def write_level(
     with ArrayWriter(path, shape, np.float16) as writer:
         for rows, _ in Batches(level, np.arange(len(level.labels)), lambda: batch):
             output = forward(level.features(rows, None))
-            output = output.float().clamp_(-_LARGEST, _LARGEST)
+            output = output.float().clamp(-_LARGEST, _LARGEST)
             writer.append(output.to(torch.float16).cpu().contiguous().numpy())
 
 

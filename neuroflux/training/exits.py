@@ -24,6 +24,14 @@ def choose_exit(accuracies: list[float], tolerance: float) -> int:
     return next(index for index, accuracy in enumerate(accuracies) if accuracy >= best - tolerance)
 
 
+def layers_worth_training(accuracies: list[float], lookahead: int) -> int:
+    """Return how many layers of a block to go on with: up to the best exit and `lookahead` beyond it.
+
+    Deep exits learn later than shallow ones, since what they see still changes; `lookahead` leaves room for that.
+    """
+    return min(len(accuracies), accuracies.index(max(accuracies)) + 1 + lookahead)
+
+
 def make_head(chain: Chain, index: int, classes: int, width: int, seed: int) -> nn.Module:
     """Return the head of layer `index`: the model's own classifier for the last one, else a new auxiliary head.
 
@@ -120,19 +128,19 @@ def load(path: str | Path, model: nn.Module | None = None) -> StreamlinedModel:
     if model is None:
         if not description.model:
             raise NeuroFluxError(f"{path} holds a model without a name: pass it as neuroflux.load(path, model=...)")
-        model = build_model(description.model, num_classes=classes, in_channels=shape[0], image_size=shape[1])
+        with torch.device("meta"):  # no memory for the layers that are cut off, nor for weights that are read anyway
+            model = build_model(description.model, num_classes=classes, in_channels=shape[0], image_size=shape[1])
     chain = trace_chain(model, shape)
     if not 1 <= description.layers <= len(chain.layers):
         raise NeuroFluxError(f"{path} wants {description.layers} layers of a model that has {len(chain.layers)}")
     head = make_head(chain, description.layers - 1, classes, description.width, seed=0)
     streamlined = StreamlinedModel(list(chain.layers[: description.layers]), head, description)
     try:
-        streamlined.load_state_dict(weights)
+        streamlined.load_state_dict(weights, assign=True)
     except (RuntimeError, AttributeError, TypeError) as error:
         reason = str(error).splitlines()[-1].strip()
-        raise NeuroFluxError(
-            f"the weights in {path} do not fit {description.model or 'the model'}: {reason}"
-        ) from error
+        name = description.model or "the model"
+        raise NeuroFluxError(f"the weights in {path} do not fit {name}: {reason}") from error
     return streamlined.eval()
 
 

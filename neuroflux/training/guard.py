@@ -7,34 +7,35 @@ from neuroflux.planning.memory import Meter, format_bytes, set_allocator
 
 # a peak within this share of the budget counts as pressure: the next step may take a little more than this one
 _SLACK = 0.02
-# how much more than predicted one more image may take while the batch grows
-_DOUBT = 1.2
+# how much more than measured one more image may take while the batch grows
+_DOUBT = 1.1
 
 
 class Guard:
     """Chooses the size of the next batch of a block.
 
-    A block starts with a quarter of its planned batch and doubles it as long as what was measured says that the next
-    size fits, so a wrong prediction is found out before the budget is crossed. When a step comes too close to the
-    budget, freed memory is given back first, and then the batch shrinks.
+    A block starts with a quarter of its planned batch and grows as long as what was measured says that the next size
+    fits, so a wrong prediction is found out before the budget is crossed. When a step comes too close to the budget,
+    freed memory is given back first, and then the batch shrinks.
 
     Attributes:
         batch: the size of the next batch.
         shrunk: how often the planned batch had to be reduced.
     """
 
-    def __init__(self, meter: Meter, budget: int, planned: int, bytes_per_image: int, smallest: int, compact: bool):
+    def __init__(self, meter: Meter, budget: int, planned: int, smallest: int, compact: bool) -> None:
         self._meter, self._budget = meter, budget
         self._limit = int(budget * (1 - _SLACK))
-        self._target = max(planned, smallest)
         self._smallest = smallest
-        self._slope = max(1.0, bytes_per_image * _DOUBT)
+        self._target = max(planned, smallest)
         self._compact = compact
         self.batch = max(smallest, self._target // 4)
         self.shrunk = 0
         set_allocator(compact)
         meter.release()
         meter.reset()
+        # what a batch of no images takes: until two sizes were measured, all the rest is taken to grow with the batch
+        self._measured = {0: meter.current()}
 
     def after_step(self, size: int) -> int:
         """Measure the step of `size` images that has just ended, choose the next size and return the step's peak.
@@ -44,24 +45,32 @@ class Guard:
         """
         peak = self._meter.peak()
         self._meter.reset()
+        self._measured[size] = max(peak, self._measured.get(size, 0))
         if peak > self._limit:
             self._relieve(peak, size)
         elif self.batch < self._target and size == self.batch:
-            room = int((self._limit - peak) / self._slope)
+            room = int((self._limit - peak) / self._bytes_per_image(size))
             self.batch = min(self._target, 2 * size, size + room)
             if room == 0:  # it cannot grow any more
                 self._target = size
                 self.shrunk += 1
         return peak
 
+    def _bytes_per_image(self, size: int) -> float:
+        """Return what one more image than `size` may take, from this size and the next smaller one measured."""
+        smaller = max(other for other in self._measured if other < size)
+        slope = (self._measured[size] - self._measured[smaller]) / (size - smaller)
+        return max(1.0, slope * _DOUBT)
+
     def _relieve(self, peak: int, size: int) -> None:
         """Make the next step take less than this one."""
         if not self._compact:
             self._compact = True
             set_allocator(compact=True)
+            del self._measured[size]
         elif size > self._smallest:
-            excess = int((peak - self._limit) / self._slope)
-            self.batch = self._target = max(self._smallest, min(size - 1 - excess, int(size * 0.75)))
+            excess = int((peak - self._limit) / self._bytes_per_image(size))
+            self.batch = self._target = max(self._smallest, min(size - 1 - excess, int(size * 0.9)))
             self.shrunk += 1
         elif peak > self._budget:
             raise BudgetTooSmall(

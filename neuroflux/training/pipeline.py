@@ -34,7 +34,7 @@ from neuroflux.training.block import SMALLEST_BATCH, Block, train_epoch
 from neuroflux.training.cache import CachedLevel, ImageLevel, Level, check_disk, measure_disk, write_level
 from neuroflux.training.checkpoint import BlockResult, Checkpoints
 from neuroflux.training.evaluation import accuracy, count_parameters, throughput
-from neuroflux.training.exits import Description, StreamlinedModel, choose_exit, load, make_head
+from neuroflux.training.exits import Description, StreamlinedModel, choose_exit, layers_worth_training, make_head
 from neuroflux.training.guard import Guard
 from neuroflux.training.observer import Observer
 
@@ -195,7 +195,7 @@ class Run:
         checkpoints = Checkpoints(self.folder / "checkpoints")
         results = checkpoints.results()
         levels = self._resume(results, checkpoints) if results else self._images()
-        stopped = _stalled(results, self.config.min_gain)
+        stopped = self._over(results)
         for number in range(len(results) + 1, len(self.plan.blocks) + 1):
             if stopped:
                 break
@@ -206,14 +206,14 @@ class Run:
             with block.on_device():
                 result = self._train_block(number, block, planned, levels)
                 results.append(result)
-                checkpoints.save(list(exits), results)
-                stopped = _stalled(results, self.config.min_gain)
+                checkpoints.save(list(block.exits), results)
+                stopped = self._over(results)
                 if not stopped and number < len(self.plan.blocks):
                     levels = self._cache(number, block, result.batch, levels)
             self._tell("block_ended", number, result)
             del block, exits
             if stopped:
-                self._tell("note", f"block {number} improved the best exit by less than {self.config.min_gain}: done")
+                self._tell("note", f"deeper layers than block {number} has are not worth training: done")
         summary = self._finish(results, checkpoints, data)
         self._tell("finished", summary)
         return summary
@@ -233,14 +233,7 @@ class Run:
         accuracies: list[float] = []
         generator = torch.Generator().manual_seed(config.seed * 1000 + number)
         torch.manual_seed(config.seed * 1000 + number)  # dropout
-        guard = Guard(
-            self.meter,
-            config.budget_bytes,
-            planned.batch,
-            planned.bytes_per_image,
-            SMALLEST_BATCH,
-            planned.compact,
-        )
+        guard = Guard(self.meter, config.budget_bytes, planned.batch, SMALLEST_BATCH, planned.compact)
         highest, waited = 0, 0.0
         with block.training():
             for epoch in range(config.epochs):
@@ -258,10 +251,30 @@ class Run:
                     highest = max(highest, self.meter.peak())
                     means = list(losses / progress.images)
                     self._tell("epoch_ended", number, epoch + 1, accuracies, means, seconds[-1])
+                if config.epochs // 5 <= epoch + 1 < config.epochs:
+                    self._trim(number, block, accuracies)
         if guard.shrunk:
             self._tell("note", f"block {number}: the batch was reduced to {guard.batch} to stay within the budget")
         self.seconds["wait for data"] = self.seconds.get("wait for data", 0.0) + waited
         return BlockResult(accuracies, guard.batch, highest, seconds)
+
+    def _trim(self, number: int, block: Block, accuracies: list[float]) -> None:
+        """Drop the layers of `block` that lie too far beyond its best exit to become better than it."""
+        count = layers_worth_training(accuracies, self.config.lookahead)
+        if count < len(block.exits):
+            first = self.plan.blocks[number - 1].first + count + 1
+            self._tell("note", f"block {number}: layers from {first} on are dropped, their exits have fallen behind")
+            block.trim(count)
+
+    def _over(self, results: list[BlockResult]) -> bool:
+        """Return whether deeper layers are not worth training: the last block was trimmed, or brought too little."""
+        if not results:
+            return False
+        planned = self.plan.blocks[len(results) - 1]
+        if len(results[-1].accuracies) <= planned.last - planned.first:
+            return True
+        before = max((max(result.accuracies) for result in results[:-1]), default=0.0)
+        return max(results[-1].accuracies) < before + self.config.min_gain
 
     # --- levels ---
 
@@ -298,10 +311,10 @@ class Run:
     def _resume(self, results: list[BlockResult], checkpoints: Checkpoints) -> tuple[Level, Level]:
         """Load the finished blocks and return the level that the next one reads, rebuilt where it is not intact."""
         blocks = self.plan.blocks[: len(results)]
-        for number, planned in enumerate(blocks, 1):
-            checkpoints.load(number, list(self._exits(planned)))
+        for number, (planned, result) in enumerate(zip(blocks, results, strict=True), 1):
+            checkpoints.load(number, list(self._exits(planned))[: len(result.accuracies)])
         self._tell("note", f"{len(results)} of {len(self.plan.blocks)} blocks were finished before")
-        if len(results) == len(self.plan.blocks) or _stalled(results, self.config.min_gain):
+        if len(results) == len(self.plan.blocks) or self._over(results):
             return self._images()
         with self._phase("cache", "check"):
             intact = self._intact(len(results))
@@ -332,7 +345,7 @@ class Run:
         chosen = choose_exit(accuracies, self.config.tolerance)
         number = next(k for k, block in enumerate(self.plan.blocks, 1) if block.first <= chosen <= block.last)
         batch = min(result.batch for result in results[:number])
-        exits = self._exits(self.plan.blocks[number - 1])
+        exits = self._exits(self.plan.blocks[number - 1])[: len(results[number - 1].accuracies)]
         checkpoints.load(number, list(exits))
         head = exits[chosen - self.plan.blocks[number - 1].first].head
         description = Description(
@@ -346,13 +359,13 @@ class Run:
             std=data.std,
             raw=self.inputs.raw,
         )
-        layers = self.inputs.chain.layers
-        StreamlinedModel(list(layers[: chosen + 1]), head, description).save(self.folder / "model.pt")
-        del exits, head
+        layers = list(self.inputs.chain.layers)
+        model = StreamlinedModel(layers[: chosen + 1], head, description)
+        model.save(self.folder / "model.pt")
+        full = StreamlinedModel(layers, self.inputs.chain.classifier, description)
         with self._phase("evaluate", "test"):
-            model = load(self.folder / "model.pt", None if self.inputs.name else self.inputs.model).to(self.device)
+            model, full = model.eval().to(self.device), full.eval().to(self.device)
             test = accuracy(model, data.test, batch, self.device) if data.test is not None else None
-            full = StreamlinedModel(list(layers), self.inputs.chain.classifier, description).eval().to(self.device)
             rates = throughput([model, full], data.shape, batch, self.device)
         self.meter.peak()
         summary = {
@@ -389,11 +402,3 @@ class Run:
         }
         write_json(self.folder / "summary.json", summary)
         return summary
-
-
-def _stalled(results: list[BlockResult], min_gain: float) -> bool:
-    """Return whether the last finished block improved the best exit by less than `min_gain`."""
-    if len(results) < 2:
-        return False
-    before = max(max(result.accuracies) for result in results[:-1])
-    return max(results[-1].accuracies) < before + min_gain

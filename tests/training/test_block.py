@@ -1,0 +1,164 @@
+"""A block: local losses, freed graphs, and the rate."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from neuroflux.errors import NeuroFluxError
+from neuroflux.planning.heads import AuxiliaryHead, adaptive_width
+from neuroflux.planning.step import Exit, ExitTrainer, Recipe
+from neuroflux.training.block import Block, rate, train_epoch
+
+CPU = torch.device("cpu")
+
+
+def make_exits(seed=0):
+    torch.manual_seed(seed)
+    layers = [
+        nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU()),
+        nn.Sequential(nn.Conv2d(8, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.MaxPool2d(2)),
+    ]
+    return [Exit(layers[0], AuxiliaryHead(8, (8, 8), 3, 16)), Exit(layers[1], AuxiliaryHead(16, (4, 4), 3, 16))]
+
+
+class Images:
+    """A level of random images whose class shows in their mean."""
+
+    def __init__(self, count=60):
+        generator = torch.Generator().manual_seed(1)
+        self.labels = np.arange(count) % 3
+        self.images = torch.randn(count, 3, 8, 8, generator=generator) + torch.from_numpy(self.labels).view(-1, 1, 1, 1)
+
+    def read(self, indices):
+        return self.images[indices]
+
+    def features(self, rows, generator):
+        return rows
+
+
+class FixedGuard:
+    def __init__(self, batch):
+        self.batch = batch
+
+    def after_step(self, size):
+        return 0
+
+
+def test_no_gradient_crosses_a_layer():
+    exits = make_exits()
+    trainer = ExitTrainer(exits[1], Recipe(lr=0.1), CPU)
+    before = [p.detach().clone() for p in exits[0].parameters()]
+    features = exits[0].layer(torch.randn(4, 3, 8, 8)).detach()
+    output, _ = trainer.step(features, torch.tensor([0, 1, 2, 0]))
+    assert not output.requires_grad
+    assert all(torch.equal(a, b) for a, b in zip(before, exits[0].parameters(), strict=True))
+    assert all(p.grad is None for exit in exits for p in exit.parameters())
+
+
+def test_a_step_equals_plain_pytorch():
+    ours, plain = make_exits()[0], make_exits()[0]
+    recipe = Recipe(lr=0.1, weight_decay=1e-2, label_smoothing=0.1)
+    trainer = ExitTrainer(ours, recipe, CPU)
+    groups = [
+        {"params": [p for p in plain.parameters() if p.ndim > 1], "weight_decay": 1e-2},
+        {"params": [p for p in plain.parameters() if p.ndim <= 1], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.SGD(groups, lr=0.1, momentum=0.9, nesterov=True)
+    generator = torch.Generator().manual_seed(2)
+    for _ in range(5):
+        images = torch.randn(6, 3, 8, 8, generator=generator)
+        labels = torch.randint(0, 3, (6,), generator=generator)
+        trainer.step(images, labels)
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(plain(images)[1], labels, label_smoothing=0.1).backward()
+        optimizer.step()
+    for a, b in zip(ours.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_all_layers_of_a_block_learn():
+    exits, level = make_exits(), Images()
+    block = Block(exits, Recipe(lr=0.05), CPU)
+    generator = torch.Generator().manual_seed(0)
+    with block.on_device():
+        with block.training():
+            losses = []
+            for epoch in range(6):
+                steps = list(train_epoch(block, level, FixedGuard(10), epoch, 6, generator))
+                losses.append(steps[-1].losses)
+                assert [step.images for step in steps] == [10, 20, 30, 40, 50, 60]
+        assert min(block.accuracies(level, 7)) > 0.9
+    assert all(last < first / 2 for first, last in zip(losses[0], losses[-1], strict=True))
+
+
+def test_trained_weights_return_to_where_they_rested():
+    exits = make_exits()
+    resting = [p.data_ptr() for p in exits[0].parameters()]
+    before = [p.detach().clone() for p in exits[0].parameters()]
+    block = Block(exits, Recipe(lr=0.05), CPU)
+    with block.on_device():
+        assert [p.data_ptr() for p in exits[0].parameters()] != resting
+        with block.training():
+            list(train_epoch(block, Images(), FixedGuard(10), 0, 1, torch.Generator().manual_seed(0)))
+    assert [p.data_ptr() for p in exits[0].parameters()] == resting
+    assert not torch.equal(before[0], next(exits[0].parameters()))
+
+
+def test_evaluation_changes_nothing():
+    exits, level = make_exits(), Images()
+    block = Block(exits, Recipe(), CPU)
+    before = {k: v.clone() for k, v in exits[0].state_dict().items()}
+    first = block.accuracies(level, 7)
+    assert first == block.accuracies(level, 60)
+    assert all(torch.equal(v, exits[0].state_dict()[k]) for k, v in before.items())
+
+
+def test_a_loss_that_is_not_finite_is_named():
+    exits, level = make_exits(), Images()
+    level.images[5] = float("nan")
+    block = Block(exits, Recipe(), CPU)
+    with block.training(), pytest.raises(NeuroFluxError, match="layer 1 of the block became nan; lower --lr"):
+        list(train_epoch(block, level, FixedGuard(10), 0, 1, torch.Generator().manual_seed(0)))
+
+
+def test_a_last_batch_of_one_image_is_left_out():
+    exits, level = make_exits(), Images(21)
+    block = Block(exits, Recipe(), CPU)
+    with block.training():
+        steps = list(train_epoch(block, level, FixedGuard(10), 0, 1, torch.Generator().manual_seed(0)))
+    assert steps[-1].images == 20
+
+
+def test_the_rate_rises_and_falls_to_zero():
+    values = [rate(k / 100) for k in range(101)]
+    top = values.index(max(values))
+    assert max(values) == pytest.approx(1.0)
+    assert values[0] > 0
+    assert values[:top] == sorted(values[:top])
+    assert values[top:] == sorted(values[top:], reverse=True)
+    assert values[-1] == pytest.approx(0.0, abs=1e-9)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_low_precision_trains_too(precision):
+    exit = make_exits()[0]
+    trainer = ExitTrainer(exit, Recipe(lr=0.05, precision=precision), CPU)
+    level = Images()
+    labels = torch.from_numpy(level.labels)
+    losses = [float(trainer.step(level.images, labels)[1]) for _ in range(30)]
+    assert losses[-1] < losses[0] / 2
+    assert all(p.dtype == torch.float32 for p in exit.parameters())
+
+
+@pytest.mark.parametrize("size", [(1, 1), (2, 2), (3, 5), (4, 4), (32, 32)])
+def test_heads_fit_any_map(size):
+    head = AuxiliaryHead(8, size, 5, 16)
+    assert head(torch.randn(3, 8, *size)).shape == (3, 5)
+
+
+def test_wider_layers_get_wider_heads_within_bounds():
+    widths = [adaptive_width(channels, channels * channels * 9) for channels in (8, 32, 64, 128, 512, 2048)]
+    assert widths == sorted(widths)
+    assert widths[0] >= 1
+    assert widths[-1] <= 256

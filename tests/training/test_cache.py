@@ -1,0 +1,93 @@
+"""Levels: reading ahead, writing and reading features."""
+
+import threading
+
+import numpy as np
+import pytest
+import torch
+
+from neuroflux.errors import NeuroFluxError
+from neuroflux.training.cache import Batches, CachedLevel, check_disk, write_level
+
+
+class Numbers:
+    """A level whose row k is the number k."""
+
+    def __init__(self, count):
+        self.labels = np.arange(count) % 3
+        self.threads = set()
+
+    def read(self, indices):
+        self.threads.add(threading.current_thread().name)
+        return torch.from_numpy(indices).float().view(-1, 1, 1, 1)
+
+    def features(self, rows, generator):
+        return rows
+
+
+class TestBatches:
+    def test_every_row_once_and_in_order(self):
+        order = np.random.default_rng(0).permutation(23)
+        seen = [(rows.flatten().tolist(), list(indices)) for rows, indices in Batches(Numbers(23), order, lambda: 5)]
+        assert [len(indices) for _, indices in seen] == [5, 5, 5, 5, 3]
+        assert [k for _, indices in seen for k in indices] == list(order)
+        assert all(rows == list(indices) for rows, indices in seen)
+
+    def test_a_last_batch_below_the_smallest_is_left_out(self):
+        assert [len(i) for _, i in Batches(Numbers(11), np.arange(11), lambda: 5, smallest=2)] == [5, 5]
+        assert list(Batches(Numbers(1), np.arange(1), lambda: 5, smallest=2)) == []
+
+    def test_the_size_is_asked_for_every_batch(self):
+        sizes = iter([2, 4, 8, 16])
+        assert [len(i) for _, i in Batches(Numbers(14), np.arange(14), lambda: next(sizes))] == [2, 4, 8]
+
+    def test_reading_runs_in_another_thread_which_ends(self):
+        level = Numbers(10)
+        batches = iter(Batches(level, np.arange(10), lambda: 3))
+        next(batches)
+        batches.close()
+        assert level.threads == {"read-ahead"}
+        assert not any(thread.name == "read-ahead" for thread in threading.enumerate())
+
+    def test_an_error_while_reading_arrives_where_the_batch_is_used(self):
+        level = Numbers(10)
+        level.read = lambda indices: (_ for _ in ()).throw(NeuroFluxError("broken image 7"))
+        with pytest.raises(NeuroFluxError, match="broken image 7"):
+            list(Batches(level, np.arange(10), lambda: 3))
+
+
+class TestCachedLevel:
+    def write(self, path, count=10, factor=1.0):
+        write_level(path, Numbers(count), lambda rows: rows.expand(-1, 2, 3, 4) * factor, 4, (2, 3, 4))
+        return path
+
+    def test_round_trip(self, tmp_path):
+        level = CachedLevel(self.write(tmp_path / "train.npy"), np.zeros(10), False, torch.device("cpu"))
+        features = level.features(level.read(np.array([7, 2])), None)
+        assert features.dtype == torch.float32
+        assert features.shape == (2, 2, 3, 4)
+        assert features[:, 0, 0, 0].tolist() == [7.0, 2.0]
+
+    def test_values_beyond_fp16_are_clamped_not_infinite(self, tmp_path):
+        path = self.write(tmp_path / "train.npy", factor=1e6)
+        level = CachedLevel(path, np.zeros(10), False, torch.device("cpu"))
+        assert torch.isfinite(level.features(level.read(np.arange(10)), None)).all()
+
+    def test_features_are_mirrored_in_training_only(self, tmp_path):
+        path = tmp_path / "train.npy"
+        write_level(path, Numbers(40), lambda rows: torch.arange(4.0).expand(len(rows), 1, 1, 4), 8, (1, 1, 4))
+        level = CachedLevel(path, np.zeros(40), True, torch.device("cpu"))
+        rows = level.read(np.arange(40))
+        assert (level.features(rows, None) == torch.arange(4.0)).all()
+        first = level.features(rows, torch.Generator().manual_seed(0))[:, 0, 0, 0]
+        assert set(first.tolist()) == {0.0, 3.0}
+
+    def test_another_number_of_labels_is_refused(self, tmp_path):
+        with pytest.raises(NeuroFluxError, match="10 images instead of 9"):
+            CachedLevel(self.write(tmp_path / "train.npy"), np.zeros(9), False, torch.device("cpu"))
+
+
+def test_a_disk_that_is_too_small_is_noticed_before(tmp_path):
+    check_disk(tmp_path, 1000)
+    with pytest.raises(NeuroFluxError, match="free space"):
+        check_disk(tmp_path, 10**18)

@@ -1,0 +1,95 @@
+"""The guard, against a meter that plays a machine."""
+
+import pytest
+
+from neuroflux.errors import BudgetTooSmall
+from neuroflux.planning.memory import Meter
+from neuroflux.training.guard import Guard
+
+MB = 10**6
+
+
+class Machine(Meter):
+    """A meter of a step that takes `fixed` + batch * `slope` bytes."""
+
+    what = "made-up memory"
+
+    def __init__(self, fixed, slope):
+        super().__init__()
+        self.fixed, self.slope, self.batch, self.released = fixed, slope, 0, 0
+
+    def current(self):
+        return self.fixed
+
+    def _peak(self):
+        return int(self.fixed + self.batch * self.slope)
+
+    def _restart(self):
+        self.batch = 0
+
+    def release(self):
+        self.released += 1
+
+
+def run(machine, budget, planned, steps=60, compact=True):
+    guard = Guard(machine, budget, planned, 2, compact)
+    peaks = []
+    for _ in range(steps):
+        machine.batch = size = guard.batch
+        peaks.append(guard.after_step(size))
+    return guard, peaks
+
+
+def test_a_right_prediction_reaches_the_planned_batch():
+    guard, peaks = run(Machine(10 * MB, MB), 100 * MB, 64)
+    assert guard.batch == 64
+    assert guard.shrunk == 0
+    assert max(peaks) <= 100 * MB
+
+
+@pytest.mark.parametrize("slope", [1.1, 1.5, 2, 3])
+def test_a_wrong_prediction_never_crosses_the_budget(slope):
+    guard, peaks = run(Machine(10 * MB, slope * MB), 100 * MB, 64)
+    assert max(peaks) <= 100 * MB
+    assert guard.batch <= 90 / slope
+    assert bool(guard.shrunk) == (10 + 64 * slope > 98)
+
+
+def test_the_budget_is_still_used_after_a_wrong_prediction():
+    _, peaks = run(Machine(10 * MB, 1.5 * MB), 100 * MB, 64)
+    assert peaks[-1] >= 70 * MB
+
+
+def test_memory_that_grows_while_training_shrinks_the_batch():
+    machine = Machine(10 * MB, MB)
+    guard = Guard(machine, 100 * MB, 64, 2, True)
+    peaks = []
+    for _ in range(60):
+        machine.batch = size = guard.batch
+        peaks.append(guard.after_step(size))
+        machine.fixed += MB  # a leak, or another part of the process
+    assert max(peaks) <= 100 * MB
+    assert 2 <= guard.batch < 40
+
+
+def test_kept_memory_is_given_back_before_the_batch_shrinks():
+    machine = Machine(10 * MB, 4 * MB)
+    guard = Guard(machine, 100 * MB, 16, 2, False)
+    while guard.batch < 16:
+        machine.batch = guard.batch
+        guard.after_step(guard.batch)
+    machine.fixed += 30 * MB
+    released = machine.released
+    machine.batch = 16
+    guard.after_step(16)
+    assert guard.batch == 16
+    assert machine.released > released
+    machine.batch = 16
+    guard.after_step(16)
+    assert guard.batch < 16
+
+
+def test_when_not_even_the_smallest_batch_fits_the_error_says_what_would():
+    with pytest.raises(BudgetTooSmall, match="use a budget of 113MB") as error:
+        run(Machine(110 * MB, MB), 100 * MB, 64)
+    assert error.value.floor == 112 * MB
