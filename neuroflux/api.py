@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from neuroflux.config import Config
+from neuroflux.errors import NeuroFluxError
 from neuroflux.inputs.chain import trace_chain
 from neuroflux.inputs.datasets import from_torch
 from neuroflux.inputs.models import build_model, build_on_disk, input_channels, rest_on_disk
@@ -101,7 +102,10 @@ def make_plan(
 
 
 def _config(model: nn.Module | str, budget: str | int, settings: dict[str, Any]) -> Config:
-    config = Config(budget=str(budget), data="(from Python)", model=_name(model), **settings)
+    try:
+        config = Config(budget=str(budget), data="(from Python)", model=_name(model), **settings)
+    except TypeError as error:
+        raise NeuroFluxError(f"{str(error).replace('Config.__init__()', 'neuroflux')}; see neuroflux.config") from error
     config.check()
     return config
 

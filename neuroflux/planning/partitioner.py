@@ -12,7 +12,11 @@ from neuroflux.planning.profiler import LayerProfile, Profile
 # batches that a plan may use; between powers of two, one step more keeps less of the budget unused
 _GRID = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 # larger batches only slow convergence: the smallest within this share of the best throughput is taken
-_ENOUGH = 0.9
+_ENOUGH = 0.97
+# smaller batches are noisy for batch norm, and are taken only where this one does not fit
+_GOOD_BATCH = 16
+# what kept heap memory takes in a block of several layers, over the most that one of them alone takes
+_KEPT_SHARE = 1.15
 # the paper's threshold: a layer joins a block while its largest batch is within this share of the block's
 # (arXiv 2402.14139, section 5)
 GREEDY_THRESHOLD = 0.4
@@ -158,7 +162,10 @@ class Partitioner:
         layers = self._layers[first : last + 1]
         waiting = READ_AHEAD * batch * self._input_bytes(first)
         resident = sum(layer.resident for layer in layers)
-        tensors = resident + waiting + max(layer.step_peak(batch, compact) for layer in layers)
+        step = max(layer.step_peak(batch, compact) for layer in layers)
+        if not compact and len(layers) > 1:
+            step *= _KEPT_SHARE
+        tensors = resident + waiting + step
         return int((self.profile.overhead + tensors) * (1 + _MARGIN_SHARE) + _MARGIN_BYTES)
 
     def plan_block(self, first: int, last: int, budget: int) -> BlockPlan | None:
@@ -167,12 +174,14 @@ class Partitioner:
         Best is the smallest that comes close to the highest throughput, not the largest that fits. Small means memory
         here, so that what more budget adds comes last: it is taken only where it is faster than all that was there.
         """
+        good = min(_GOOD_BATCH, self._grid[-1])
         options = [
             (peak, self._step_seconds(first, last, batch, compact) / batch, batch, compact)
             for batch in self._grid
-            for compact in (False, True)
+            for compact in ((False, True) if batch >= good else (True,))
             if (peak := self.peak(first, last, batch, compact)) <= budget
         ]
+        options = [option for option in options if option[2] >= good] or options
         if not options:
             return None
         best = min(seconds for _, seconds, _, _ in options)

@@ -16,8 +16,8 @@ from neuroflux.planning.residence import Residence
 from neuroflux.planning.step import Exit, ExitTrainer, Recipe
 
 _BATCHES = (4, 16, 64)
-# what kept heap memory adds to the tensors of a step, over mapping each tensor by itself (see set_allocator)
-KEPT_HEAP = 1.6
+# what kept heap memory may take, over mapping each tensor by itself (see set_allocator), before it was measured
+_KEPT_HEAP = 2.5
 # how much of the budget a profiling step may be expected to take, before anything is known for certain
 _CAREFUL = 0.9
 # autocast pays for its casts only where low precision is clearly faster
@@ -35,10 +35,10 @@ class LayerProfile:
     Attributes:
         parameters: the number of weights of the layer and its head.
         resident: bytes held while the layer's block is trained: weights, buffers and optimizer state.
-        peak_fixed, peak_per_image: bytes that a step of b images takes over that: peak_fixed + b * peak_per_image.
-        measured: whether these two were measured, or only estimated because the step would not fit the budget.
-        batches, compact_seconds, fast_seconds: seconds of a training step at some batch sizes, with either allocator
-            setting (`set_allocator`).
+        compact_peak, fast_peak: (fixed, per_image) bytes with either allocator setting (`set_allocator`): a step of b
+            images takes fixed + b * per_image over what is resident.
+        measured: whether these were measured, or only estimated because no step fits the budget.
+        batches, compact_seconds, fast_seconds: seconds of a training step at some batch sizes, with either setting.
         forward_seconds: seconds per image of a forward pass without gradients.
         flops: multiply-adds of the layer and its head for one image, times two.
     """
@@ -49,8 +49,8 @@ class LayerProfile:
     head_width: int
     parameters: int
     resident: int
-    peak_fixed: float
-    peak_per_image: float
+    compact_peak: tuple[float, float]
+    fast_peak: tuple[float, float]
     measured: bool
     flops: int
     batches: list[int] = field(default_factory=list)
@@ -60,18 +60,24 @@ class LayerProfile:
 
     def step_peak(self, batch: int, compact: bool = True) -> float:
         """Return the bytes over `resident` that a training step of `batch` images takes."""
-        peak = self.peak_fixed + self.peak_per_image * batch
-        return peak if compact else peak * KEPT_HEAP
+        fixed, per_image = self.compact_peak if compact else self.fast_peak
+        return fixed + per_image * batch
 
     def step_seconds(self, batch: int, compact: bool = True) -> float:
-        """Return the seconds of a training step of `batch` images, interpolated between the measured sizes."""
+        """Return the seconds of a training step of `batch` images, on the lines between the measured sizes.
+
+        Outside of them an image takes no less time than at the nearest one.
+        """
         times = self.compact_seconds if compact else self.fast_seconds
         sizes = self.batches
         if len(sizes) == 1:
             return times[0] * max(1.0, batch / sizes[0])
         upper = next((k for k in range(1, len(sizes)) if batch <= sizes[k]), len(sizes) - 1)
         slope = max(0.0, (times[upper] - times[upper - 1]) / (sizes[upper] - sizes[upper - 1]))
-        return max(times[upper - 1] + slope * (batch - sizes[upper - 1]), times[0] * batch / sizes[-1] * 0.1)
+        line = times[upper - 1] + slope * (batch - sizes[upper - 1])
+        nearest = 0 if batch < sizes[0] else upper
+        outside = batch < sizes[0] or batch > sizes[-1]
+        return max(line, times[nearest] * batch / sizes[nearest]) if outside else line
 
 
 @dataclass
@@ -193,9 +199,8 @@ class Profiler:
         index = len(chain.layers) // 2
         head = make_head(index)
         layer = _describe(chain, index, head, recipe)
-        fixed, per_image = estimate_peak(chain, index)
         batch = min(8, self.batch_limit)
-        if fixed + per_image * batch > self.budget * _CAREFUL - self.meter.current() - layer.resident:
+        if layer.step_peak(batch) > self.budget * _CAREFUL - self.meter.current() - layer.resident:
             return recipe
         low = ("bf16",) if self.device.type == "cpu" else ("bf16", "fp16")
         candidates = [replace(recipe, precision=p, channels_last=c) for p in ("fp32", *low) for c in (False, True)]
@@ -211,30 +216,49 @@ class Profiler:
         profile = _describe(chain, index, head, recipe)
         self.meter.release()
         room = self.budget * _CAREFUL - self.meter.current() - profile.resident
-        line = estimate_peak(chain, index)
         sizes = sorted({min(size, self.batch_limit) for size in _BATCHES})
-        if line[0] + line[1] * sizes[0] > room:
+        if profile.step_peak(sizes[0]) > room:
             sizes = [2, *sizes]
+        estimate = profile.compact_peak
         points: list[tuple[int, float]] = []
+        kept: list[tuple[int, float]] = []
         with _Bench(self, Exit(chain.layers[index], head), profile.input_shape, recipe) as bench:
             for size in sizes:
-                expected = line[0] + line[1] * size
-                if expected > room:
+                if profile.step_peak(size) > room:
                     break
-                peak, compact = bench.compact(size)
-                fast = bench.fast(size) if expected * KEPT_HEAP < room else compact
+                peak, compact = bench.measure(size, compact=True)
                 points.append((size, peak))
-                line = _fit(points)
+                fast = compact
+                if profile.step_peak(size, compact=False) <= room:
+                    peak, fast = bench.measure(size, compact=False)
+                    kept.append((size, peak))
                 profile.batches.append(size)
                 profile.compact_seconds.append(compact)
                 profile.fast_seconds.append(min(fast, compact))
                 profile.forward_seconds = bench.forward_seconds(size) / size
-        return replace(profile, peak_fixed=line[0], peak_per_image=line[1], measured=bool(points))
+                profile.compact_peak = _fit(points, estimate[1])
+                profile.fast_peak = _fit(kept, estimate[1]) if len(kept) > 1 else _scaled(profile.compact_peak)
+        profile.measured = bool(points)
+        _smooth(profile)
+        return profile
+
+
+def _smooth(profile: LayerProfile) -> None:
+    """Let no measured batch be slower for an image than a smaller one: where it seems so, the clock was disturbed."""
+    for times in (profile.compact_seconds, profile.fast_seconds):
+        for k in range(1, len(times)):
+            times[k] = min(times[k], times[k - 1] * profile.batches[k] / profile.batches[k - 1])
+
+
+def _scaled(line: tuple[float, float]) -> tuple[float, float]:
+    """Return what kept heap memory may take where `line` is known for memory that is given back."""
+    return line[0] * _KEPT_HEAP, line[1] * _KEPT_HEAP
 
 
 def _describe(chain: Chain, index: int, head: nn.Module, recipe: Recipe) -> LayerProfile:
     """Return what is known of a layer without running it."""
     layer = chain.layers[index]
+    estimate = estimate_peak(chain, index)
     parameters = [*layer.parameters(), *head.parameters()]
     buffers = [*layer.buffers(), *head.buffers()]
     weights = sum(p.numel() * p.element_size() for p in parameters)
@@ -246,23 +270,23 @@ def _describe(chain: Chain, index: int, head: nn.Module, recipe: Recipe) -> Laye
         head_width=getattr(head, "width", 0),
         parameters=sum(p.numel() for p in parameters),
         resident=weights + state + sum(b.numel() * b.element_size() for b in buffers),
-        peak_fixed=0.0,
-        peak_per_image=0.0,
+        compact_peak=estimate,
+        fast_peak=_scaled(estimate),
         measured=False,
         flops=count_flops(layer, chain.layer_input_shape(index)) + count_flops(head, chain.shapes[index]),
     )
 
 
-def _fit(points: list[tuple[int, float]]) -> tuple[float, float]:
+def _fit(points: list[tuple[int, float]], expected: float) -> tuple[float, float]:
     """Return (fixed, per_image) of the line over the measured (batch, bytes).
 
     The slope is that of the two largest batches; the line lies on or above every point, since what it predicts must
-    not be passed. One point alone says nothing of how much is fixed: all of it is then taken to grow with the batch.
+    not be passed. One point alone says nothing of the slope, which is then `expected`, from tensor sizes.
     """
-    if len(points) == 1:
-        return 0.0, points[0][1] / points[0][0]
-    (small, low), (large, high) = points[-2:]
-    slope = max(0.0, (high - low) / (large - small))
+    slope = expected
+    if len(points) > 1:
+        (small, low), (large, high) = points[-2:]
+        slope = max(0.0, (high - low) / (large - small))
     return max(0.0, max(peak - slope * size for size, peak in points)), slope
 
 
@@ -298,24 +322,21 @@ class _Bench:
             best = min(best, time.perf_counter() - start)
         return best
 
-    def compact(self, size: int) -> tuple[float, float]:
-        """Return the bytes that a step takes over what is resident, and its seconds, each tensor mapped by itself."""
+    def measure(self, size: int, compact: bool) -> tuple[float, float]:
+        """Return the bytes that a step takes over what is resident, and its seconds, with either allocator setting."""
         meter = self._profiler.meter
         set_allocator(compact=True)
-        self._trainer.step(*self._batch(size))  # makes the optimizer's state and compiles kernels
+        if compact:
+            self._trainer.step(*self._batch(size))  # makes the optimizer's state and compiles kernels
         meter.release()
         before = meter.current()
+        set_allocator(compact)
         meter.reset()
-        seconds = self.seconds(size, 1)
-        return max(0, meter.peak() - before), seconds
-
-    def fast(self, size: int) -> float:
-        """Return the seconds of a step with freed memory kept for the next one."""
-        set_allocator(compact=False)
-        seconds = self.seconds(size, 2)
+        seconds = self.seconds(size, 1 if compact else 3)
+        peak = max(0, meter.peak() - before)
         set_allocator(compact=True)
-        self._profiler.meter.release()
-        return seconds
+        meter.release()
+        return peak, seconds
 
     def forward_seconds(self, size: int) -> float:
         """Return the seconds of a forward pass without gradients."""

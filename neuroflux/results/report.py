@@ -123,7 +123,7 @@ def _blocks(summary: dict[str, Any]) -> str:
     text = table(["block", "layers", "head widths", "batch", "s/pass", "measured peak"], rows)
     trained, planned = len(summary["exits"]), len(summary["layers"])
     if trained < planned:
-        text += f"\n\nLayers {trained + 1} to {planned} were not trained to the end: they would not have given a better exit."
+        text += f"\n\nLayers {trained + 1} to {planned} were not trained to the end: no better exit was to be expected."
     return text
 
 

@@ -32,7 +32,7 @@ class Tracking(Observer):
         self._folder = folder
         self._writer = SummaryWriter(str(folder), max_queue=20, flush_secs=10)
         self._metrics = open(folder / "metrics.jsonl", "a", encoding="utf-8", buffering=1)  # noqa: SIM115
-        self._images = 0  # trained on in finished passes
+        self._images, self._seen = 0, 0  # trained on in finished passes, and in this one
         self._written = 0.0
         self._start = time.monotonic()
         self._first = 0
@@ -52,6 +52,7 @@ class Tracking(Observer):
 
     def stepped(self, number: int, epoch: int, progress: Progress) -> None:
         now = time.monotonic()
+        self._seen = progress.images
         if now - self._written < _INTERVAL:
             return
         self._written = now
@@ -70,7 +71,7 @@ class Tracking(Observer):
     def epoch_ended(
         self, number: int, epoch: int, accuracies: list[float], losses: list[float], seconds: float
     ) -> None:
-        self._images += max(self._mark[1], 0)
+        self._images += self._seen
         self._mark = (time.monotonic(), 0)
         for offset, accuracy in enumerate(accuracies):
             self._writer.add_scalar(f"accuracy/exit-{self._first + offset + 1:02d}", accuracy, self._images)

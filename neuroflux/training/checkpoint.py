@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -52,7 +53,7 @@ class Checkpoints:
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise NeuroFluxError(f"cannot read {path}: {error}; start the run again with another --out") from error
 
-    def save(self, modules: list[nn.Module], results: list[BlockResult]) -> None:
+    def save(self, modules: Sequence[nn.Module], results: list[BlockResult]) -> None:
         """Publish the weights of the block that `results` ends with; `modules` are its exits."""
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self._path(len(results))
@@ -65,7 +66,7 @@ class Checkpoints:
         temporary.replace(path)
         write_json(self.folder / "state.json", {"blocks": [asdict(result) for result in results]})
 
-    def load(self, number: int, modules: list[nn.Module]) -> None:
+    def load(self, number: int, modules: Sequence[nn.Module]) -> None:
         """Copy the weights of finished block `number` (from 1) into `modules`, its exits."""
         content: dict[str, Any] = read_tensors(self._path(number))
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -77,7 +78,7 @@ class StreamlinedModel(nn.Module):
     >>> model.classes[model(images).argmax(1)[0]]                     # doctest: +SKIP
     """
 
-    def __init__(self, layers: list[nn.Module], head: nn.Module, description: Description) -> None:
+    def __init__(self, layers: Sequence[nn.Module], head: nn.Module, description: Description) -> None:
         super().__init__()
         self.description = description
         self.preprocess = Preprocess(description.mean, description.std, description.channels, description.raw)

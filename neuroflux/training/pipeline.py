@@ -206,14 +206,14 @@ class Run:
             with block.on_device():
                 result = self._train_block(number, block, planned, levels)
                 results.append(result)
-                checkpoints.save(list(block.exits), results)
+                checkpoints.save(block.exits, results)
                 stopped = self._over(results)
                 if not stopped and number < len(self.plan.blocks):
                     levels = self._cache(number, block, result.batch, levels)
             self._tell("block_ended", number, result)
             del block, exits
-            if stopped:
-                self._tell("note", f"deeper layers than block {number} has are not worth training: done")
+            if stopped and number < len(self.plan.blocks):
+                self._tell("note", f"block {number} brought too little to go deeper: done")
         summary = self._finish(results, checkpoints, data)
         self._tell("finished", summary)
         return summary
@@ -312,7 +312,7 @@ class Run:
         """Load the finished blocks and return the level that the next one reads, rebuilt where it is not intact."""
         blocks = self.plan.blocks[: len(results)]
         for number, (planned, result) in enumerate(zip(blocks, results, strict=True), 1):
-            checkpoints.load(number, list(self._exits(planned))[: len(result.accuracies)])
+            checkpoints.load(number, self._exits(planned)[: len(result.accuracies)])
         self._tell("note", f"{len(results)} of {len(self.plan.blocks)} blocks were finished before")
         if len(results) == len(self.plan.blocks) or self._over(results):
             return self._images()
@@ -346,7 +346,7 @@ class Run:
         number = next(k for k, block in enumerate(self.plan.blocks, 1) if block.first <= chosen <= block.last)
         batch = min(result.batch for result in results[:number])
         exits = self._exits(self.plan.blocks[number - 1])[: len(results[number - 1].accuracies)]
-        checkpoints.load(number, list(exits))
+        checkpoints.load(number, exits)
         head = exits[chosen - self.plan.blocks[number - 1].first].head
         description = Description(
             model=self.inputs.name,

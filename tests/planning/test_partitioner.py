@@ -25,8 +25,8 @@ def layer(name="conv", resident=5 * MB, fixed=3 * MB, per_image=1 * MB, second_p
         head_width=16,
         parameters=1000,
         resident=resident,
-        peak_fixed=fixed,
-        peak_per_image=per_image,
+        compact_peak=(fixed, per_image),
+        fast_peak=(1.6 * fixed, 1.6 * per_image),
         measured=True,
         flops=10**6,
         batches=sizes,
@@ -139,7 +139,7 @@ def test_greedy_with_a_small_batch_limit_joins_what_a_large_one_parts():
 def test_the_batch_is_the_smallest_that_is_nearly_as_fast_as_the_best():
     flat = [layer(step=0.0, second_per_image=1e-3)]  # a batch of any size is equally fast for each image
     steep = [layer(step=0.1, second_per_image=1e-4)]  # every step costs much
-    assert make_plan(profile(flat), job(10**9)).blocks[0].batch <= 4
+    assert make_plan(profile(flat), job(10**9)).blocks[0].batch == 16
     assert make_plan(profile(steep), job(10**9)).blocks[0].batch == 64
 
 

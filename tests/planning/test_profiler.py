@@ -1,0 +1,90 @@
+"""The profile: measured where a step fits the budget, estimated elsewhere."""
+
+import pytest
+import torch
+from torch import nn
+
+from neuroflux.inputs.chain import trace_chain
+from neuroflux.planning.memory import make_meter
+from neuroflux.planning.partitioner import Job, make_plan
+from neuroflux.planning.profiler import LayerProfile, Profiler, count_flops
+from neuroflux.planning.step import Recipe
+from neuroflux.training.exits import make_head
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def chain():
+    torch.manual_seed(0)
+
+    def conv(a, b):
+        return nn.Sequential(nn.Conv2d(a, b, 3, padding=1), nn.BatchNorm2d(b), nn.ReLU())
+
+    model = nn.Sequential(conv(3, 32), conv(32, 32), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 4))
+    return trace_chain(model, (3, 32, 32))
+
+
+def profile(chain, budget):
+    profiler = Profiler(make_meter(CPU, budget), CPU, budget, 64, 4)
+    return profiler, profiler.profile(chain, lambda k: make_head(chain, k, 4, 16, 0), Recipe(), disk_rate=1e9)
+
+
+def test_what_is_measured_is_near_what_the_tensors_take(chain):
+    _, result = profile(chain, 500_000_000)
+    second = result.layers[1]
+    assert second.measured
+    assert second.batches == [4, 16, 64]
+    output = 32 * 32 * 32 * 4  # bytes of the layer's output for one image
+    assert 2 * output < second.compact_peak[1] < 8 * output
+    assert second.step_seconds(64) > second.step_seconds(4) > 0
+    assert second.parameters == 32 * 32 * 9 + 32 + 64 + sum(p.numel() for p in chain.classifier.parameters())
+
+
+def test_profiling_changes_no_weight_and_no_statistic(chain):
+    before = {k: v.clone() for layer in chain.layers for k, v in layer.state_dict().items()}
+    profile(chain, 500_000_000)
+    after = {k: v for layer in chain.layers for k, v in layer.state_dict().items()}
+    assert all(torch.equal(v, after[k]) for k, v in before.items())
+
+
+def test_profiling_stays_within_the_budget(chain):
+    budget = 12_000_000
+    profiler, result = profile(chain, budget)
+    profiler.meter.peak()
+    assert profiler.meter.highest <= budget
+    assert max(result.layers[1].batches) < 64
+
+
+def test_a_layer_that_does_not_fit_is_estimated_not_run(chain):
+    _, result = profile(chain, 300_000)
+    assert not any(layer.measured for layer in result.layers)
+    assert all(layer.compact_peak[1] > 0 for layer in result.layers)
+
+
+def test_an_unmeasured_profile_still_gives_a_floor(chain):
+    _, result = profile(chain, 300_000)
+    with pytest.raises(Exception, match="below the floor"):
+        make_plan(result, Job("net", 300_000, 64, 5, 100, 10))
+
+
+def test_flops_of_a_conv_and_a_linear_layer():
+    assert count_flops(nn.Conv2d(3, 8, 3, padding=1), (3, 10, 10)) == 2 * 3 * 9 * 8 * 100
+    assert count_flops(nn.Sequential(nn.Flatten(), nn.Linear(300, 7)), (3, 10, 10)) == 2 * 300 * 7
+
+
+def test_step_seconds_between_and_beyond_the_measured_sizes():
+    layer = LayerProfile("a", (1,), (1,), 0, 0, 0, (0, 0), (0, 0), True, 0, [4, 16], [1.0, 4.0], [0.5, 2.0])
+    assert layer.step_seconds(16) == 4.0
+    assert layer.step_seconds(10) == pytest.approx(2.5)
+    assert layer.step_seconds(64) == pytest.approx(16.0)
+    assert layer.step_seconds(16, compact=False) == 2.0
+    assert layer.step_seconds(2) == pytest.approx(0.5)
+
+
+def test_precision_falls_back_to_fp32_where_nothing_is_faster(chain):
+    profiler = Profiler(make_meter(CPU, 10**9), CPU, 10**9, 16, 4)
+    chosen = profiler.choose_precision(chain, lambda k: make_head(chain, k, 4, 16, 0), Recipe())
+    assert chosen.precision in ("fp32", "bf16")
+    profiler.budget = 1000
+    assert profiler.choose_precision(chain, lambda k: make_head(chain, k, 4, 16, 0), Recipe()) == Recipe()
