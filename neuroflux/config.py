@@ -48,8 +48,8 @@ class Config:
         partitioner: How layers are grouped into blocks: exact (least predicted time) or greedy (the paper's rule).
         tolerance: The shallowest exit within this much of the best validation accuracy becomes the model.
         min_gain: Training stops when a block improves the best validation accuracy by less than this.
-        lookahead: How many layers beyond the best exit go on learning once a fifth of a block's passes are made; deeper
-            ones are dropped.
+        lookahead: A block starts with its first layers, and deeper ones join pass by pass, up to this many beyond the
+            best exit; a large number trains all of them from the start.
         seed: Seed of everything random.
         device: auto, cpu, cuda, cuda:1, ...
         threads: CPU threads to compute with (default: all cores).

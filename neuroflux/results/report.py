@@ -106,14 +106,14 @@ def _blocks(summary: dict[str, Any]) -> str:
     for number, block in enumerate(summary["blocks"], 1):
         seconds = block["epoch_seconds"]
         per_pass = sum(seconds[:-1]) / (len(seconds) - 1) if len(seconds) > 1 else seconds[0]
-        widths = summary["head_widths"][block["first"] : block["last"] + 1]
+        widths = summary["head_widths"][block["first"] : block["first"] + len(block["accuracies"])]
         batch = str(block["batch"]) + (
             f" (planned {block['planned_batch']})" * (block["batch"] != block["planned_batch"])
         )
         rows.append(
             [
                 str(number),
-                f"{block['first'] + 1}-{block['last'] + 1}",
+                f"{block['first'] + 1}-{block['first'] + len(block['accuracies'])}",
                 " ".join(str(width or "own") for width in widths),
                 batch,
                 f"{per_pass:.1f}",
@@ -123,7 +123,7 @@ def _blocks(summary: dict[str, Any]) -> str:
     text = table(["block", "layers", "head widths", "batch", "s/pass", "measured peak"], rows)
     trained, planned = len(summary["exits"]), len(summary["layers"])
     if trained < planned:
-        text += f"\n\nLayers {trained + 1} to {planned} were not trained to the end: no better exit was to be expected."
+        text += f"\n\nLayers {trained + 1} to {planned} were not trained: no better exit was to be expected of them."
     return text
 
 

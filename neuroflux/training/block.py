@@ -49,10 +49,15 @@ def rate(progress: float) -> float:
 
 
 class Block:
-    """Trains `exits`, which follow each other; only inside `training` do they hold gradients and optimizer state."""
+    """Trains layers that follow each other; only inside `training` do they hold gradients and optimizer state.
+
+    Attributes:
+        exits: the layers that learn, each with its head. Those of the plan that lie deeper wait until `grow`.
+    """
 
     def __init__(self, exits: list[Exit], recipe: Recipe, device: torch.device) -> None:
         self.exits, self.recipe, self.device = exits, recipe, device
+        self._planned = exits
         self._residence = Residence([*exits], device, recipe.memory_format)
         self._trainers: list[ExitTrainer] = []
 
@@ -66,15 +71,22 @@ class Block:
             self._residence.store()
 
     @contextmanager
-    def training(self) -> Iterator[None]:
-        """Hold optimizers for the block's weights, which must be on the device."""
-        self._trainers = [ExitTrainer(exit, self.recipe, self.device) for exit in self.exits]
+    def training(self, count: int | None = None) -> Iterator[None]:
+        """Hold optimizers for the first `count` layers (default: all); the weights must be on the device."""
+        self.exits = []
+        self.grow(len(self._planned) if count is None else count)
         try:
             yield
         finally:
             for trainer in self._trainers:
                 trainer.close()
             self._trainers = []
+
+    def grow(self, count: int) -> None:
+        """Let the first `count` layers learn, or all that there are; those that learn already go on."""
+        for exit in self._planned[len(self.exits) : count]:
+            self._trainers.append(ExitTrainer(exit, self.recipe, self.device))
+        self.exits = self._planned[: max(count, len(self.exits))]
 
     def train_batch(
         self, level: Level, rows: torch.Tensor, labels: torch.Tensor, generator: torch.Generator
@@ -90,13 +102,6 @@ class Block:
             features, loss = trainer.step(features, labels)
             losses.append(loss)
         return torch.stack(losses).tolist()
-
-    def trim(self, count: int) -> None:
-        """Keep only the first `count` layers; those after them learn no more and are not part of the block."""
-        for trainer in self._trainers[count:]:
-            trainer.close()
-        self._trainers = self._trainers[:count]
-        self.exits = self.exits[:count]
 
     def set_rate(self, factor: float) -> None:
         """Set the learning rate of all layers to `factor` times the recipe's."""

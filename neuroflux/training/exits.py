@@ -26,11 +26,13 @@ def choose_exit(accuracies: list[float], tolerance: float) -> int:
 
 
 def layers_worth_training(accuracies: list[float], lookahead: int) -> int:
-    """Return how many layers of a block to go on with: up to the best exit and `lookahead` beyond it.
+    """Return how many layers of a block should learn, given the `accuracies` of the exits that do ([] at the start).
 
-    Deep exits learn later than shallow ones, since what they see still changes; `lookahead` leaves room for that.
+    Depth grows only where it pays: `lookahead` layers beyond the best exit learn, since a deep exit learns later than
+    a shallow one, and more join when one of them becomes the best.
     """
-    return min(len(accuracies), accuracies.index(max(accuracies)) + 1 + lookahead)
+    best = accuracies.index(max(accuracies)) if accuracies else 1
+    return best + 1 + lookahead
 
 
 def make_head(chain: Chain, index: int, classes: int, width: int, seed: int) -> nn.Module:

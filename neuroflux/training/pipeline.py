@@ -235,7 +235,7 @@ class Run:
         torch.manual_seed(config.seed * 1000 + number)  # dropout
         guard = Guard(self.meter, config.budget_bytes, planned.batch, SMALLEST_BATCH, planned.compact)
         highest, waited = 0, 0.0
-        with block.training():
+        with block.training(layers_worth_training([], config.lookahead)):
             for epoch in range(config.epochs):
                 with self._phase("train", f"block {number}"):
                     start = time.perf_counter()
@@ -251,23 +251,15 @@ class Run:
                     highest = max(highest, self.meter.peak())
                     means = list(losses / progress.images)
                     self._tell("epoch_ended", number, epoch + 1, accuracies, means, seconds[-1])
-                if config.epochs // 5 <= epoch + 1 < config.epochs:
-                    self._trim(number, block, accuracies)
+                if epoch + 1 < config.epochs:
+                    block.grow(layers_worth_training(accuracies, config.lookahead))
         if guard.shrunk:
             self._tell("note", f"block {number}: the batch was reduced to {guard.batch} to stay within the budget")
         self.seconds["wait for data"] = self.seconds.get("wait for data", 0.0) + waited
         return BlockResult(accuracies, guard.batch, highest, seconds)
 
-    def _trim(self, number: int, block: Block, accuracies: list[float]) -> None:
-        """Drop the layers of `block` that lie too far beyond its best exit to become better than it."""
-        count = layers_worth_training(accuracies, self.config.lookahead)
-        if count < len(block.exits):
-            first = self.plan.blocks[number - 1].first + count + 1
-            self._tell("note", f"block {number}: layers from {first} on are dropped, their exits have fallen behind")
-            block.trim(count)
-
     def _over(self, results: list[BlockResult]) -> bool:
-        """Return whether deeper layers are not worth training: the last block was trimmed, or brought too little."""
+        """Return whether deeper layers are not worth training: the last block needed not all of its own, or failed."""
         if not results:
             return False
         planned = self.plan.blocks[len(results) - 1]

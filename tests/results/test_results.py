@@ -70,7 +70,8 @@ def test_tensorboard_finds_curves_text_and_the_memory_chart(options):
     assert {"memory/peak MB", "memory/budget MB", "loss/layer-01", "accuracy/best exit"} <= set(tags["scalars"])
     steps = [event.step for event in events.Scalars("accuracy/exit-01")]
     images = json.loads(Path("run/summary.json").read_text())["images"]["train"]
-    assert steps == [images // 16 * 16 + images % 16 * (images % 16 > 1), 2 * (images - (images % 16 == 1))]
+    assert len(steps) == 2
+    assert all(images * k - 1 <= step <= images * k for k, step in enumerate(steps, 1))
     assert {"plan/text_summary", "report/text_summary"} <= set(tags["tensors"])
 
 

@@ -92,6 +92,21 @@ def test_all_layers_of_a_block_learn():
     assert all(last < first / 2 for first, last in zip(losses[0], losses[-1], strict=True))
 
 
+def test_a_layer_that_has_not_joined_yet_learns_nothing_and_has_no_exit():
+    exits, level = make_exits(), Images()
+    block = Block(exits, Recipe(lr=0.05), CPU)
+    before = [p.detach().clone() for p in exits[1].parameters()]
+    generator = torch.Generator().manual_seed(0)
+    with block.training(1):
+        (*_, last) = train_epoch(block, level, FixedGuard(10), 0, 2, generator)
+        assert len(last.losses) == len(block.accuracies(level, 10)) == 1
+        assert all(torch.equal(a, b) for a, b in zip(before, exits[1].parameters(), strict=True))
+        block.grow(9)
+        (*_, last) = train_epoch(block, level, FixedGuard(10), 1, 2, generator)
+        assert len(last.losses) == len(block.accuracies(level, 10)) == 2
+    assert not torch.equal(before[0], next(exits[1].parameters()))
+
+
 def test_trained_weights_return_to_where_they_rested():
     exits = make_exits()
     resting = [p.data_ptr() for p in exits[0].parameters()]

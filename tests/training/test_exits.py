@@ -28,14 +28,9 @@ def test_the_shallowest_exit_within_the_tolerance_is_chosen(accuracies, toleranc
 
 @pytest.mark.parametrize(
     ("accuracies", "lookahead", "count"),
-    [
-        ([0.5, 0.6, 0.4, 0.3, 0.2], 1, 3),
-        ([0.5, 0.6, 0.4, 0.3, 0.2], 0, 2),
-        ([0.1, 0.2, 0.3], 2, 3),
-        ([0.3, 0.3, 0.3], 0, 1),
-    ],
+    [([], 2, 4), ([], 9, 11), ([0.5, 0.6, 0.4, 0.3], 2, 4), ([0.4, 0.5, 0.6], 2, 5), ([0.3, 0.3], 0, 1)],
 )
-def test_layers_far_beyond_the_best_exit_are_dropped(accuracies, lookahead, count):
+def test_depth_grows_with_the_best_exit(accuracies, lookahead, count):
     assert layers_worth_training(accuracies, lookahead) == count
 
 
