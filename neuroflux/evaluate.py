@@ -6,6 +6,8 @@ import argparse
 import sys
 from pathlib import Path
 
+import torch
+
 from neuroflux.config import Config, one_line_errors
 from neuroflux.errors import NeuroFluxError
 from neuroflux.inputs.datasets import open_data
@@ -18,7 +20,7 @@ def evaluate(folder: Path) -> None:
     """Print the test accuracy of the model in `folder` beside the one that its report gives."""
     summary = read_summary(folder)
     config = Config.from_yaml(folder / "config.yaml")
-    device = config.torch_device()
+    device = torch.device(summary["evaluated_on"])
     model = load(folder).to(device)
     data = open_data(
         config.data,

@@ -356,9 +356,10 @@ class Run:
         model.save(self.folder / "model.pt")
         full = StreamlinedModel(layers, self.inputs.chain.classifier, description)
         with self._phase("evaluate", "test"):
-            model, full = model.eval().to(self.device), full.eval().to(self.device)
-            test = accuracy(model, data.test, batch, self.device) if data.test is not None else None
-            rates = throughput([model, full], data.shape, batch, self.device)
+            device = self._evaluation_device(full)
+            model, full = model.eval().to(device), full.eval().to(device)
+            test = accuracy(model, data.test, batch, device) if data.test is not None else None
+            rates = throughput([model, full], data.shape, batch, device)
         self.meter.peak()
         summary = {
             "budget": {"asked": self.config.budget, "bytes": self.config.budget_bytes},
@@ -388,9 +389,16 @@ class Run:
             "precision": self.recipe.precision,
             "channels_last": self.recipe.channels_last,
             "device": str(self.device),
+            "evaluated_on": str(device),
             "threads": torch.get_num_threads(),
             "torch": torch.__version__,
             "seed": self.config.seed,
         }
         write_json(self.folder / "summary.json", summary)
         return summary
+
+    def _evaluation_device(self, full: nn.Module) -> torch.device:
+        """Return where the finished model is measured: the CPU where the full one would not fit the device's budget."""
+        weights = sum(p.numel() * p.element_size() for p in full.parameters())
+        steps = max(block.peak for block in self.plan.blocks)
+        return self.device if weights + steps <= self.config.budget_bytes else torch.device("cpu")
