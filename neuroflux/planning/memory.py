@@ -208,6 +208,9 @@ def warm_up() -> None:
 
 # --- the C library's allocator -------------------------------------------------------------------------------------
 
+# kept memory is not reused perfectly, and may still grow after many steps: it must fit within this share of a budget
+FAST_SHARE = 0.85
+
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 _GLIBC = _LIBC is not None and hasattr(_LIBC, "mallopt") and hasattr(_LIBC, "malloc_trim")
@@ -218,7 +221,8 @@ def set_allocator(compact: bool) -> None:
 
     Compact: every tensor is mapped by itself and unmapped when freed, so that the process holds just what its tensors
     hold; each new tensor costs page faults. Otherwise freed memory is kept for the next step, which is faster (by about
-    a third for VGG-16 at 32x32) and holds more (by about a half).
+    a third for VGG-16 at 32x32) and holds more (by about a half). What was kept before this is called with `compact`
+    stays with the heap until it is trimmed, and is used first.
     """
     if not _GLIBC or _LIBC is None:
         return

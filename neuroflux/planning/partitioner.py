@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from neuroflux.errors import BudgetTooSmall, NeuroFluxError
-from neuroflux.planning.memory import format_bytes
+from neuroflux.planning.memory import FAST_SHARE, format_bytes
 from neuroflux.planning.profiler import LayerProfile, Profile
 
 # batches that a plan may use; between powers of two, one step more keeps less of the budget unused
@@ -179,7 +179,7 @@ class Partitioner:
             (peak, self._step_seconds(first, last, batch, compact) / batch, batch, compact)
             for batch in self._grid
             for compact in ((False, True) if batch >= good else (True,))
-            if (peak := self.peak(first, last, batch, compact)) <= budget
+            if (peak := self.peak(first, last, batch, compact)) <= budget * (1 if compact else FAST_SHARE)
         ]
         options = [option for option in options if option[2] >= good] or options
         if not options:

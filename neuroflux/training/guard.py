@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from neuroflux.errors import BudgetTooSmall
-from neuroflux.planning.memory import Meter, format_bytes, set_allocator
+from neuroflux.planning.memory import FAST_SHARE, Meter, format_bytes, set_allocator
 
 # a peak within this share of the budget counts as pressure: the next step may take a little more than this one
 _SLACK = 0.02
@@ -25,7 +28,6 @@ class Guard:
 
     def __init__(self, meter: Meter, budget: int, planned: int, smallest: int, compact: bool) -> None:
         self._meter, self._budget = meter, budget
-        self._limit = int(budget * (1 - _SLACK))
         self._smallest = smallest
         self._target = max(planned, smallest)
         self._compact = compact
@@ -36,6 +38,23 @@ class Guard:
         meter.reset()
         # what a batch of no images takes: until two sizes were measured, all the rest is taken to grow with the batch
         self._measured = {0: meter.current()}
+
+    @property
+    def _limit(self) -> int:
+        """Return the bytes from which on a step counts as too close to the budget."""
+        return int(self._budget * ((1 - _SLACK) if self._compact else FAST_SHARE))
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Hold no more memory than needed while something else than training steps runs, such as evaluation."""
+        set_allocator(compact=True)
+        self._meter.release()
+        try:
+            yield
+        finally:
+            self._meter.release()
+            self._meter.reset()
+            set_allocator(self._compact)
 
     def after_step(self, size: int) -> int:
         """Measure the step of `size` images that has just ended, choose the next size and return the step's peak.

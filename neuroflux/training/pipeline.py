@@ -246,7 +246,7 @@ class Run:
                         self._tell("stepped", number, epoch + 1, progress)
                     waited += progress.waited
                     seconds.append(time.perf_counter() - start)
-                with self._phase("evaluate"):
+                with self._phase("evaluate"), guard.paused():
                     accuracies = block.accuracies(val, guard.batch)
                     highest = max(highest, self.meter.peak())
                     means = list(losses / progress.images)
@@ -284,6 +284,7 @@ class Run:
         folder = self.folder / "cache" / f"level-{number}"
         shape = self.inputs.chain.shapes[self.plan.blocks[number - 1].last]
         set_allocator(compact=True)
+        self.meter.release()
         with self._phase("cache", f"block {number}"):
             for name, level in zip(("train", "val"), levels, strict=True):
                 write_level(folder / f"{name}.npy", level, block.features, batch, shape)
@@ -332,6 +333,7 @@ class Run:
     def _finish(self, results: list[BlockResult], checkpoints: Checkpoints, data: Data) -> dict[str, Any]:
         """Choose the exit, save and test the streamlined model, and write the summary."""
         set_allocator(compact=True)
+        self.meter.release()
         shutil.rmtree(self.folder / "cache", ignore_errors=True)
         accuracies = [accuracy for result in results for accuracy in result.accuracies]
         chosen = choose_exit(accuracies, self.config.tolerance)
@@ -356,6 +358,9 @@ class Run:
         model.save(self.folder / "model.pt")
         full = StreamlinedModel(layers, self.inputs.chain.classifier, description)
         with self._phase("evaluate", "test"):
+            for weights in full.parameters():
+                weights.sum()  # brings resting weights into memory now, where the meter can tell them from a peak
+            self.meter.reset()
             device = self._evaluation_device(full)
             model, full = model.eval().to(device), full.eval().to(device)
             test = accuracy(model, data.test, batch, device) if data.test is not None else None

@@ -73,7 +73,7 @@ def test_memory_that_grows_while_training_shrinks_the_batch():
 
 
 def test_kept_memory_is_given_back_before_the_batch_shrinks():
-    machine = Machine(10 * MB, 4 * MB)
+    machine = Machine(10 * MB, 4 * MB)  # 74 MB at the planned batch
     guard = Guard(machine, 100 * MB, 16, 2, False)
     while guard.batch < 16:
         machine.batch = guard.batch
@@ -93,3 +93,29 @@ def test_when_not_even_the_smallest_batch_fits_the_error_says_what_would():
     with pytest.raises(BudgetTooSmall, match="use a budget of 113MB") as error:
         run(Machine(110 * MB, MB), 100 * MB, 64)
     assert error.value.floor == 112 * MB
+
+
+def test_kept_memory_that_creeps_is_noticed_before_it_reaches_the_budget():
+    machine = Machine(10 * MB, 4 * MB)
+    guard = Guard(machine, 100 * MB, 16, 2, False)
+    peaks = []
+    for _ in range(30):
+        machine.batch = size = guard.batch
+        before = machine.released
+        peaks.append(guard.after_step(size))
+        if machine.released > before:
+            machine.fixed = 10 * MB
+        elif not guard._compact:
+            machine.fixed += 4 * MB
+    assert max(peaks) <= 100 * MB
+    assert guard.batch == 16
+
+
+def test_the_peak_of_a_pause_is_not_taken_for_that_of_a_step():
+    machine = Machine(10 * MB, MB)
+    guard = Guard(machine, 100 * MB, 16, 2, True)
+    with guard.paused():
+        machine.batch = 85
+    machine.batch = 4
+    assert guard.after_step(4) == 14 * MB
+    assert machine.highest == 95 * MB
