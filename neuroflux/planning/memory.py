@@ -7,6 +7,8 @@ import gc
 import re
 import sys
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -85,6 +87,13 @@ class Meter(ABC):
     def reset(self) -> None:
         """Start a new peak; what was seen until now stays in `highest`."""
         self.peak()
+        self._restart()
+
+    @contextmanager
+    def reading_files(self) -> Iterator[None]:
+        """Leave out of the peak what happens inside: only mapped files are read, which do not count."""
+        self.reset()
+        yield
         self._restart()
 
 

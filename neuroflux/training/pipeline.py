@@ -358,9 +358,9 @@ class Run:
         model.save(self.folder / "model.pt")
         full = StreamlinedModel(layers, self.inputs.chain.classifier, description)
         with self._phase("evaluate", "test"):
-            for weights in full.parameters():
-                weights.sum()  # brings resting weights into memory now, where the meter can tell them from a peak
-            self.meter.reset()
+            with self.meter.reading_files():  # later, they could not be told from a peak
+                for weights in full.parameters():
+                    weights.sum()
             device = self._evaluation_device(full)
             model, full = model.eval().to(device), full.eval().to(device)
             test = accuracy(model, data.test, batch, device) if data.test is not None else None
