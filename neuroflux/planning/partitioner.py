@@ -21,6 +21,8 @@ _KEPT_SHARE = 1.15
 # (arXiv 2402.14139, section 5)
 GREEDY_THRESHOLD = 0.4
 _GREEDY_STEP = 1.02
+# the floor moves a little from one measurement to the next: this much more than it is sure to be enough
+_SURE = 1.1
 # predictions are kept this far below the budget: a share for what is unlike the profile, bytes for what does not scale
 _MARGIN_SHARE, _MARGIN_BYTES = 0.04, 4_000_000
 # batches in memory at once while one is trained on: being read, and waiting
@@ -297,7 +299,7 @@ def make_plan(profile: Profile, job: Job, partitioner: str = "exact") -> Plan:
     if floor > job.budget:
         raise BudgetTooSmall(
             f"the budget of {format_bytes(job.budget)} is below the floor of {format_bytes(floor)} for {job.model}, "
-            f"decided by layer {layer}; use --budget {-(-floor // 10**6)}MB or more, or a smaller model",
+            f"decided by layer {layer}; use --budget {-(-int(floor * _SURE) // 10**6)}MB or more, or a smaller model",
             floor,
             layer,
         )

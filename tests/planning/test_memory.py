@@ -69,6 +69,7 @@ class TestCpuMeter:
         meter = CpuMeter()
         block = np.ones(20_000_000 // 8)
         del block
+        meter.release()
         meter.reset()
         assert meter.peak() < 5e6
         assert meter.highest > 19e6
