@@ -10,7 +10,7 @@ class BudgetTooSmall(NeuroFluxError):
 
     Attributes:
         floor: the smallest budget that works, in bytes.
-        layer: the name of the layer that decides it.
+        layer: what decides it, mostly a layer: ``layer features.27``.
     """
 
     def __init__(self, message: str, floor: int, layer: str) -> None:

@@ -176,7 +176,7 @@ def test_settings_that_are_no_yaml(options, capsys):
 def test_both_commands_name_the_floor(options, capsys, main):
     says = refused(main, [*options, "--budget=1MB"], capsys)
     assert "floor" in says
-    assert "decided by layer" in says
+    assert "decided by" in says
 
 
 def test_evaluating_what_is_not_there(workplace, capsys):

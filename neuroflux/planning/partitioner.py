@@ -59,7 +59,7 @@ class Plan:
 
     Attributes:
         budget, peak, floor: bytes; `floor` is the smallest budget that this model can be trained in.
-        floor_layer: the layer that decides the floor.
+        floor_layer: what decides the floor, mostly a layer.
         seconds: predicted seconds to train all blocks, and to write and read their caches.
         disk: bytes of activation caches that exist at once, at most.
         layers: the names of the chain's layers, and `head_widths` the filters of their heads.
@@ -137,7 +137,11 @@ def _record(kind: type, values: Any, where: str) -> Any:
 
 @dataclass(frozen=True)
 class Job:
-    """What a plan is made for: how many images, how often, and within what."""
+    """What a plan is made for: how many images, how often, and within what.
+
+    Attributes:
+        preparation: bytes that opening the data and the model took at most; no budget can be smaller.
+    """
 
     model: str
     budget: int
@@ -146,6 +150,7 @@ class Job:
     train_images: int
     val_images: int
     disk_limit: int | None = None
+    preparation: int = 0
 
 
 class Partitioner:
@@ -222,10 +227,12 @@ class Partitioner:
     # --- which blocks ---
 
     def floor(self) -> tuple[int, str]:
-        """Return the smallest budget in bytes that every layer can be trained in, and the layer that decides it."""
+        """Return the smallest budget in bytes that every layer can be trained in, and what decides it."""
         peaks = [self.peak(index, index, self._grid[0]) for index in range(len(self._layers))]
         worst = max(range(len(peaks)), key=peaks.__getitem__)
-        return peaks[worst], self._layers[worst].name
+        if self.job.preparation > peaks[worst]:
+            return self.job.preparation, "(opening the data and the model)"
+        return peaks[worst], f"layer {self._layers[worst].name}"
 
     def exact(self) -> list[BlockPlan]:
         """Return the blocks with the least predicted time: dynamic programming over the cut points."""
@@ -299,7 +306,7 @@ def make_plan(profile: Profile, job: Job, partitioner: str = "exact") -> Plan:
     if floor > job.budget:
         raise BudgetTooSmall(
             f"the budget of {format_bytes(job.budget)} is below the floor of {format_bytes(floor)} for {job.model}, "
-            f"decided by layer {layer}; use --budget {-(-int(floor * _SURE) // 10**6)}MB or more, or a smaller model",
+            f"decided by {layer}; use --budget {-(-int(floor * _SURE) // 10**6)}MB or more, or a smaller model",
             floor,
             layer,
         )

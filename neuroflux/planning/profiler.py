@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from neuroflux.inputs.chain import Chain
+from neuroflux.planning.heads import AuxiliaryHead
 from neuroflux.planning.memory import Meter, set_allocator
 from neuroflux.planning.residence import Residence
 from neuroflux.planning.step import Exit, ExitTrainer, Recipe
@@ -348,6 +349,15 @@ class _Bench:
             synchronize(self._profiler.device)
         self._exit.train()
         return time.perf_counter() - start
+
+
+def touch_code(recipe: Recipe, device: torch.device) -> None:
+    """Run one training step of a tiny exit, whose tensors take a few kilobytes, and drop it."""
+    layer = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2))
+    exit = Exit(layer, AuxiliaryHead(8, (8, 8), 2, 8)).to(device)
+    trainer = ExitTrainer(exit, recipe, device)
+    trainer.step(torch.rand(4, 3, 16, 16, device=device), torch.zeros(4, dtype=torch.long, device=device))
+    trainer.close()
 
 
 def synchronize(device: torch.device) -> None:

@@ -151,12 +151,16 @@ def check_disk(folder: Path, needed: int) -> None:
 
 
 def measure_disk(folder: Path, size: int = 4_000_000) -> float:
-    """Return the bytes per second that arrays are written and read with in `folder`."""
-    rows = np.zeros((size // 4000, 2000), np.float16)
+    """Return the bytes per second that arrays are written and read with in `folder`, by writing `size` bytes."""
+    piece = np.zeros((64, 2000), np.float16)
+    count = max(1, size // piece.nbytes)
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         path = Path(scratch) / "rate.npy"
         start = time.perf_counter()
         with ArrayWriter(path, (2000,), np.float16) as writer:
-            writer.append(rows)
-        ArrayFile(path).read(np.arange(len(rows)))
-        return 2 * size / (time.perf_counter() - start)
+            for _ in range(count):
+                writer.append(piece)
+        array = ArrayFile(path)
+        for k in range(count):
+            array.read(np.arange(64) + 64 * k)
+        return 2 * count * piece.nbytes / (time.perf_counter() - start)

@@ -28,7 +28,7 @@ from neuroflux.inputs.preprocess import Preprocess
 from neuroflux.planning.heads import adaptive_width
 from neuroflux.planning.memory import Meter, make_meter, set_allocator
 from neuroflux.planning.partitioner import BlockPlan, Job, Plan, make_plan
-from neuroflux.planning.profiler import Profiler
+from neuroflux.planning.profiler import Profiler, touch_code
 from neuroflux.planning.step import Exit, Recipe
 from neuroflux.training.block import SMALLEST_BATCH, Block, train_epoch
 from neuroflux.training.cache import CachedLevel, ImageLevel, Level, check_disk, measure_disk, write_level
@@ -138,6 +138,8 @@ class Run:
         """Open data and model, and return the plan: the one that the configuration names, or a new one."""
         with self._phase("data", self.config.data):
             self.inputs = make_inputs(self.config, self.folder)
+            self.meter.peak()
+            self._preparation = self.meter.highest
             self.augmentation = self.inputs.data.augment if self.config.augment == "auto" else self.config.augment
         if self.config.plan:
             self.plan = self._follow(Path(self.config.plan))
@@ -157,6 +159,8 @@ class Run:
 
     def _make_plan(self) -> Plan:
         config, chain = self.config, self.inputs.chain
+        with self.meter.reading_files():  # code is mapped from its file when it first runs
+            touch_code(self.recipe, self.device)
         profiler = Profiler(self.meter, self.device, config.budget_bytes, config.batch_limit, self.inputs.classes)
         if config.precision == "auto":
             self.recipe = profiler.choose_precision(chain, self._head, self.recipe)
@@ -168,6 +172,7 @@ class Run:
             epochs=config.epochs,
             train_images=len(self.inputs.data.train),
             val_images=len(self.inputs.data.val),
+            preparation=self._preparation,
             disk_limit=int(shutil.disk_usage(self.folder).free * 0.9),
         )
         return make_plan(profile, job, config.partitioner)

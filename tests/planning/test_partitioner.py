@@ -92,7 +92,7 @@ class TestBothRules:
         layers = [*FALLING, layer("fat", resident=80 * MB)]
         with pytest.raises(BudgetTooSmall, match="decided by layer fat") as error:
             make_plan(profile(layers), job(60 * MB), rule)
-        assert error.value.layer == "fat"
+        assert error.value.layer == "layer fat"
         assert make_plan(profile(layers), job(error.value.floor), rule).peak <= error.value.floor
         with pytest.raises(BudgetTooSmall):
             make_plan(profile(layers), job(error.value.floor - 1), rule)
@@ -190,3 +190,10 @@ def changed_block(**values):
 def test_a_damaged_plan_is_refused_by_field(values, message):
     with pytest.raises(NeuroFluxError, match=message):
         Plan.from_dict(values)
+
+
+def test_no_floor_is_below_what_opening_data_and_model_took():
+    small = job(10**9, preparation=300 * MB)
+    assert Partitioner(profile(FALLING), small).floor()[0] == 300 * MB
+    with pytest.raises(BudgetTooSmall, match="opening the data"):
+        make_plan(profile(FALLING), job(200 * MB, preparation=300 * MB))
