@@ -138,8 +138,11 @@ class Run:
         """Open data and model, and return the plan: the one that the configuration names, or a new one."""
         with self._phase("data", self.config.data):
             self.inputs = make_inputs(self.config, self.folder)
-            self.meter.peak()
-            self._preparation = self.meter.highest
+            self.meter.reset()
+            tensors = [*self.inputs.model.parameters(), *self.inputs.model.buffers()]
+            mapped = sum(t.numel() * t.element_size() for t in tensors) if self.device.type == "cpu" else 0
+            # the weights were written to mapped files, which the meter cannot tell from a peak while they are new
+            self._preparation = self.meter.highest = max(0, self.meter.highest - mapped)
             self.augmentation = self.inputs.data.augment if self.config.augment == "auto" else self.config.augment
         if self.config.plan:
             self.plan = self._follow(Path(self.config.plan))
