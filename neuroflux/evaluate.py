@@ -10,10 +10,10 @@ import torch
 
 from neuroflux.config import Config, one_line_errors
 from neuroflux.errors import NeuroFluxError
-from neuroflux.inputs.datasets import open_data
 from neuroflux.results.report import read_summary
 from neuroflux.training.evaluation import accuracy
 from neuroflux.training.exits import load
+from neuroflux.training.pipeline import open_named_data
 
 
 def evaluate(folder: Path) -> None:
@@ -22,16 +22,7 @@ def evaluate(folder: Path) -> None:
     config = Config.from_yaml(folder / "config.yaml")
     device = torch.device(summary["evaluated_on"])
     model = load(folder).to(device)
-    data = open_data(
-        config.data,
-        root=Path(config.data_root).expanduser(),
-        seed=config.seed,
-        image_size=config.image_size,
-        limit_train=config.limit_train,
-        limit_val=config.limit_val,
-        limit_test=config.limit_test,
-        budget=config.budget_bytes,
-    )
+    data = open_named_data(config)
     if data.test is None:
         raise NeuroFluxError(f"the data set {config.data} has no test images")
     measured = accuracy(model, data.test, int(summary["eval_batch"]), device)

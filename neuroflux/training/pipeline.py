@@ -64,12 +64,11 @@ class Inputs:
         return len(self.data.classes)
 
 
-def open_inputs(config: Config, scratch: Path) -> Inputs:
-    """Return the data and the model that `config` names; weights are put into mapped files below `scratch`."""
-    root = Path(config.data_root).expanduser()
-    data = open_data(
+def open_named_data(config: Config) -> Data:
+    """Return the data set that `config` names, split as it says."""
+    return open_data(
         config.data,
-        root=root,
+        root=Path(config.data_root).expanduser(),
         seed=config.seed,
         image_size=config.image_size,
         limit_train=config.limit_train,
@@ -77,6 +76,11 @@ def open_inputs(config: Config, scratch: Path) -> Inputs:
         limit_test=config.limit_test,
         budget=config.budget_bytes,
     )
+
+
+def open_inputs(config: Config, scratch: Path) -> Inputs:
+    """Return the data and the model that `config` names; weights are put into mapped files below `scratch`."""
+    data = open_named_data(config)
     size = data.shape[1]
     channels = input_channels(config.model, size, data.shape[0])
 
