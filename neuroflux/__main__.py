@@ -9,6 +9,8 @@ import sys
 COMMANDS = {
     "train": "train a CNN inside a memory budget",
     "plan": "profile a model and print the plan for a budget",
+    "compare": "train by several methods under several budgets, and draw the difference",
+    "dashboard": "show runs in TensorBoard",
     "evaluate": "measure a finished run's model on its test images again",
 }
 

@@ -66,7 +66,7 @@ def fit(
         BudgetTooSmall: the budget is below the floor of this model on this data; the error's `floor` says how much.
     """
     config = _config(model, budget, settings)
-    folder = open_folder(config, f"{_name(model)}-{config.budget_bytes // 10**6}MB")
+    folder = open_folder(config, f"{_name(model)}-{config.method}-{config.budget_bytes // 10**6}MB")
     config.save(folder / "config.yaml")
     observers = [Tracking(folder), *([Progress(config.budget_bytes)] if progress else [])]
     run = Run(config, folder, list(observers))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -15,9 +15,11 @@ import yaml
 
 from neuroflux.errors import NeuroFluxError
 from neuroflux.planning.memory import parse_bytes
+from neuroflux.planning.methods import METHODS
 
 CHOICES = {
-    "method": ("neuroflux",),
+    "method": tuple(METHODS),
+    "compression": ("int8", "bf16"),
     "partitioner": ("exact", "greedy"),
     "optimizer": ("sgd", "adamw"),
     "precision": ("auto", "fp32", "bf16", "fp16"),
@@ -36,10 +38,14 @@ class Config:
         data: digits (embedded), a torchvision data set by name (cifar10, mnist, ...), an image folder, or an .npz file.
         data_root: Folder for downloaded and converted data sets.
         image_size: Side of the square images that a folder's images are brought to (default: theirs, or their median).
-        method: How to train.
+        method: How to train: neuroflux, or to compare with it backprop, accumulate (gradients added up over batches
+            that fit), checkpoint (activations computed again), compressed (activations kept in fewer bits), local
+            (classic local learning).
+        compression: What --method compressed keeps activations in.
         epochs: Passes over the training images per block.
-        batch_limit: Largest batch size that a plan may use.
-        lr: Highest learning rate for batches of 32; larger and smaller batches scale it by the square root.
+        batch_limit: Largest batch size that a plan may use; for --method accumulate, the images of one update.
+        lr: Highest learning rate for batches of 32; larger and smaller batches scale it by the square root (default:
+            one that suits the method and the optimizer).
         optimizer: sgd (with Nesterov momentum) or adamw.
         weight_decay: Weight decay of convolution and linear weights.
         label_smoothing: Label smoothing of the local losses.
@@ -59,6 +65,7 @@ class Config:
         limit_train: Use only so many training images.
         limit_val: Use only so many validation images.
         limit_test: Use only so many test images.
+        test_each_pass: Measure test accuracy after every pass too, with the clock stopped; nothing is chosen by it.
         debug: Show the traceback of an error.
     """
 
@@ -68,9 +75,10 @@ class Config:
     data_root: str = "~/.cache/neuroflux"
     image_size: int | None = None
     method: str = "neuroflux"
+    compression: str = "int8"
     epochs: int = 5
     batch_limit: int = 64
-    lr: float = 0.05
+    lr: float | None = None
     optimizer: str = "sgd"
     weight_decay: float = 5e-4
     label_smoothing: float = 0.0
@@ -89,29 +97,31 @@ class Config:
     limit_train: int | None = None
     limit_val: int | None = None
     limit_test: int | None = None
+    test_each_pass: bool = False
     debug: bool = False
 
     def check(self) -> None:
         """Raise NeuroFluxError for the first value that makes no sense, saying which do."""
         parse_bytes(self.budget)
         for name, allowed in CHOICES.items():
-            value = getattr(self, name)
-            if value not in allowed:
-                near = difflib.get_close_matches(str(value), allowed, n=1)
-                hint = f"; did you mean {near[0]!r}?" if near else ""
-                raise NeuroFluxError(f"--{name} {value!r} is none of {', '.join(allowed)}{hint}")
+            check_choice(name, getattr(self, name), allowed)
         at_least = {"epochs": 1, "batch_limit": 2, "threads": 1, "image_size": 8, "seed": 0, "lookahead": 0}
         at_least |= {"limit_train": 2, "limit_val": 1, "limit_test": 1}
         for name, least in at_least.items():
             value = getattr(self, name)
             if value is not None and value < least:
                 raise NeuroFluxError(f"--{name} {value} is too small: it must be at least {least}")
-        if not 0 < self.lr < float("inf"):
+        if self.lr is not None and not 0 < self.lr < float("inf"):
             raise NeuroFluxError(f"--lr {self.lr} makes no sense: it must be above 0")
         for name in ("weight_decay", "label_smoothing", "tolerance", "min_gain"):
             if not 0 <= getattr(self, name) < 1:
                 raise NeuroFluxError(f"--{name} {getattr(self, name)} makes no sense: it must be in [0, 1)")
         self.torch_device()
+
+    @property
+    def highest_lr(self) -> float:
+        """Return the highest learning rate for batches of 32."""
+        return METHODS[self.method].lr[self.optimizer] if self.lr is None else self.lr
 
     @property
     def budget_bytes(self) -> int:
@@ -152,6 +162,14 @@ class Config:
         return config
 
 
+def check_choice(name: str, value: str, allowed: Sequence[str]) -> None:
+    """Raise NeuroFluxError unless `value`, given for ``--name``, is one of `allowed`; the nearest is suggested."""
+    if value not in allowed:
+        near = difflib.get_close_matches(str(value), allowed, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise NeuroFluxError(f"--{name} {value!r} is none of {', '.join(allowed)}{hint}")
+
+
 class _Parser(jsonargparse.ArgumentParser):
     """Reports a bad command line in one line."""
 
@@ -171,18 +189,33 @@ def _nearest_flag(message: str) -> str:
     return ""
 
 
-def parse(prog: str, description: str | None, arguments: list[str] | None = None) -> Config:
-    """Return the configuration that the command line (or `arguments`) gives; dashes in names count as underscores."""
-    parser = _Parser(prog=prog, description=description, default_env=False)
+def parse(prog: str, description: str | None, arguments: list[str]) -> Config:
+    """Return the configuration that the command line `arguments` gives; dashes in names count as underscores."""
+    return parse_with(prog, description, arguments, None, set())[0]
+
+
+def parse_with(
+    prog: str, description: str | None, arguments: list[str], more: type[Any] | None, without: set[str]
+) -> tuple[Config, Any]:
+    """Return the configuration and an instance of the dataclass `more` of further settings.
+
+    Args:
+        without: settings of `Config` that this command does not take.
+    """
+    parser = _Parser(prog=prog, description=description, default_env=False, allow_abbrev=False)
     parser.add_argument("--config", action="config", help="YAML file with any of these settings")
-    parser.add_class_arguments(Config)
-    given = [_underscored(word) for word in (sys.argv[1:] if arguments is None else arguments)]
+    if more is not None:
+        parser.add_class_arguments(more)
+    parser.add_class_arguments(Config, skip=without)
+    given = [_underscored(word) for word in arguments]
     _check_files(given)
     values = parser.parse_args(given).as_dict()
     values.pop("config", None)
+    names = {field.name for field in fields(more)} if more is not None else set()
+    further = more(**{name: values.pop(name) for name in names}) if more is not None else None
     config = Config(**values)
     config.check()
-    return config
+    return config, further
 
 
 def _check_files(words: list[str]) -> None:
@@ -219,9 +252,14 @@ def one_line_errors(main: Callable[[], None], debug: bool) -> int:
     return 0
 
 
+def run_main(command: Callable[[], None], arguments: list[str]) -> int:
+    """Run `command`, whose command line was `arguments`, and return the exit code."""
+    return one_line_errors(command, "--debug" in arguments)
+
+
 def run_command(
     prog: str, description: str | None, command: Callable[[Config], None], arguments: list[str] | None = None
 ) -> int:
     """Read the command line, run `command` with it, and return the exit code."""
     given = sys.argv[1:] if arguments is None else arguments
-    return one_line_errors(lambda: command(parse(prog, description, given)), "--debug" in given)
+    return run_main(lambda: command(parse(prog, description, given)), given)

@@ -16,7 +16,7 @@ from neuroflux.training.pipeline import Run
 def train(config: Config) -> None:
     """Train as `config` says, and leave all that came of it in the run folder."""
     data = Path(config.data).stem if "/" in config.data or "." in config.data else config.data
-    folder = open_folder(config, f"{config.model.replace(':', '.')}-{data}-{config.budget}")
+    folder = open_folder(config, f"{config.model.replace(':', '.')}-{data}-{config.method}-{config.budget}")
     if config.resume:
         config = _resumed(config, folder)
     else:

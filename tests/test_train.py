@@ -163,7 +163,10 @@ def test_depth_stops_when_a_block_brings_nothing(options, three_blocks):
 def test_a_run_without_out_finds_a_free_folder(options):
     assert train(options) == 0
     assert train(options) == 0
-    assert {path.name for path in Path("runs").iterdir()} == {"mine.make-data-200MB", "mine.make-data-200MB-2"}
+    assert {path.name for path in Path("runs").iterdir()} == {
+        "mine.make-data-neuroflux-200MB",
+        "mine.make-data-neuroflux-200MB-2",
+    }
 
 
 def test_settings_from_a_file_and_the_command_line(options):

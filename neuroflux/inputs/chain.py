@@ -49,8 +49,8 @@ class Chain:
         input_shape: the shape (C, H, W) of one image.
     """
 
-    layers: list[fx.GraphModule]
-    classifier: fx.GraphModule
+    layers: Sequence[nn.Module]
+    classifier: nn.Module
     names: list[str]
     shapes: list[tuple[int, ...]]
     input_shape: tuple[int, int, int]

@@ -5,9 +5,12 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from neuroflux.inputs.chain import Chain
+
 # a head looks at a map of at most this many rows and columns, and classifies what it pools to half of that
 _MAP = 4
 _MIN_WIDTH, _MAX_WIDTH = 16, 128
+_CLASSIC_WIDTH = 256
 
 
 class AuxiliaryHead(nn.Module):
@@ -32,6 +35,50 @@ class AuxiliaryHead(nn.Module):
     def forward(self, features: torch.Tensor) -> torch.Tensor:
         scores = torch.relu_(self.norm(self.conv(self.shrink(features))))
         return self.linear(self.pool(scores).flatten(1))
+
+
+class ClassicHead(nn.Module):
+    """The head of classic local learning: a conv over the whole map, norm, ReLU, pool to 2x2, linear.
+
+    As in "Greedy Layerwise Learning Can Scale to ImageNet" (Belilovsky et al. 2019, section 3), with one hidden conv.
+    """
+
+    def __init__(self, channels: int, size: tuple[int, int], classes: int, width: int) -> None:
+        super().__init__()
+        self.width = width
+        outer = (min(2, size[0]), min(2, size[1]))
+        self.conv = nn.Conv2d(channels, width, 3, padding=1, bias=False)
+        self.norm = nn.BatchNorm2d(width)
+        self.pool = nn.AdaptiveAvgPool2d(outer)
+        self.linear = nn.Linear(width * outer[0] * outer[1], classes)
+
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
+        return self.linear(self.pool(torch.relu_(self.norm(self.conv(features)))).flatten(1))
+
+
+HEADS = {"adaptive": AuxiliaryHead, "classic": ClassicHead}
+
+
+def head_width(chain: Chain, index: int, kind: str) -> int:
+    """Return the number of filters of the head of layer `index`; 0 for the last, which has the model's classifier."""
+    if index == len(chain.layers) - 1:
+        return 0
+    if kind == "classic":
+        return _CLASSIC_WIDTH
+    return adaptive_width(chain.shapes[index][0], sum(p.numel() for p in chain.layers[index].parameters()))
+
+
+def make_head(chain: Chain, index: int, classes: int, width: int, seed: int, kind: str = "adaptive") -> nn.Module:
+    """Return the head of layer `index`: the model's own classifier for the last one, else a new head of that kind.
+
+    Heads are initialised from `seed` alone, whatever was drawn before.
+    """
+    if index == len(chain.layers) - 1:
+        return chain.classifier
+    channels, height, columns = chain.shapes[index]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed * 1000 + index)
+        return HEADS[kind](channels, (height, columns), classes, width)
 
 
 def adaptive_width(channels: int, layer_parameters: int) -> int:

@@ -8,6 +8,7 @@ from typing import Any
 from neuroflux.errors import BudgetTooSmall, NeuroFluxError
 from neuroflux.planning.memory import FAST_SHARE, format_bytes
 from neuroflux.planning.profiler import LayerProfile, Profile
+from neuroflux.planning.sizes import elements
 
 # batches that a plan may use; between powers of two, one step more keeps less of the budget unused
 _GRID = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
@@ -63,9 +64,11 @@ class Plan:
         seconds: predicted seconds to train all blocks, and to write and read their caches.
         disk: bytes of activation caches that exist at once, at most.
         layers: the names of the chain's layers, and `head_widths` the filters of their heads.
+        layer_flops: floating-point operations of a training step of each layer, for one image.
     """
 
     model: str
+    method: str
     budget: int
     peak: int
     floor: int
@@ -79,6 +82,7 @@ class Plan:
     disk: int
     layers: list[str]
     head_widths: list[int]
+    layer_flops: list[float]
     blocks: list[BlockPlan]
 
     def to_dict(self) -> dict[str, Any]:
@@ -104,8 +108,9 @@ class Plan:
             if block.batch < 1:
                 raise NeuroFluxError(f"plan: block {number} has batch {block.batch}; it must be at least 1")
             expected = block.last + 1
-        if len(plan.head_widths) != len(plan.layers):
-            raise NeuroFluxError(f"plan: {len(plan.head_widths)} head widths for {len(plan.layers)} layers")
+        for name in ("head_widths", "layer_flops"):
+            if len(getattr(plan, name)) != len(plan.layers):
+                raise NeuroFluxError(f"plan: {len(getattr(plan, name))} {name} for {len(plan.layers)} layers")
         if not plan.blocks:
             raise NeuroFluxError("plan: it has no blocks")
         return plan
@@ -141,6 +146,7 @@ class Job:
 
     Attributes:
         preparation: bytes that opening the data and the model took at most; no budget can be smaller.
+        method: how the chain is trained (see `methods`); with `one_block` all its layers side by side.
     """
 
     model: str
@@ -151,6 +157,8 @@ class Job:
     val_images: int
     disk_limit: int | None = None
     preparation: int = 0
+    method: str = "neuroflux"
+    one_block: bool = False
 
 
 class Partitioner:
@@ -200,7 +208,7 @@ class Partitioner:
         per_image = self._step_seconds(first, last, batch, compact) / batch
         forward = sum(layer.forward_seconds for layer in self._layers[first : last + 1])
         read = self._input_bytes(first) / self.profile.disk_rate
-        cache = 0 if last == len(self._layers) - 1 else _FEATURE_BYTES * _size(self._layers[last].output_shape)
+        cache = 0 if last == len(self._layers) - 1 else _FEATURE_BYTES * elements(self._layers[last].output_shape)
         images = job.train_images + job.val_images
         return BlockPlan(
             first=first,
@@ -218,7 +226,7 @@ class Partitioner:
 
     def _input_bytes(self, first: int) -> int:
         """Return the bytes of one image as block `first` reads it: uint8 pixels, or cached features."""
-        return _size(self._layers[first].input_shape) * (1 if first == 0 else _FEATURE_BYTES)
+        return elements(self._layers[first].input_shape) * (1 if first == 0 else _FEATURE_BYTES)
 
     def cost(self, block: BlockPlan) -> float:
         """Return the predicted seconds of training `block` and caching its outputs."""
@@ -226,12 +234,24 @@ class Partitioner:
 
     # --- which blocks ---
 
+    def blocks(self, rule: str) -> list[BlockPlan]:
+        """Return the blocks by the rule ``exact`` or ``greedy``, or the one block of a method that has only one."""
+        if self.job.one_block:
+            block = self.plan_block(0, len(self._layers) - 1, self.job.budget)
+            return [block] if block is not None else []
+        return self.greedy() if rule == "greedy" else self.exact()
+
     def floor(self) -> tuple[int, str]:
         """Return the smallest budget in bytes that every layer can be trained in, and what decides it."""
+        if self.job.one_block:
+            last = len(self._layers) - 1
+            return max(self.job.preparation, self.peak(0, last, self._grid[0])), "all layers side by side"
         peaks = [self.peak(index, index, self._grid[0]) for index in range(len(self._layers))]
         worst = max(range(len(peaks)), key=peaks.__getitem__)
         if self.job.preparation > peaks[worst]:
             return self.job.preparation, "(opening the data and the model)"
+        if len(peaks) == 1:
+            return peaks[0], f"all of {self._layers[0].name}"
         return peaks[worst], f"layer {self._layers[worst].name}"
 
     def exact(self) -> list[BlockPlan]:
@@ -305,12 +325,13 @@ def make_plan(profile: Profile, job: Job, partitioner: str = "exact") -> Plan:
     floor, layer = rule.floor()
     if floor > job.budget:
         raise BudgetTooSmall(
-            f"the budget of {format_bytes(job.budget)} is below the floor of {format_bytes(floor)} for {job.model}, "
-            f"decided by {layer}; use --budget {-(-int(floor * _SURE) // 10**6)}MB or more, or a smaller model",
+            f"the budget of {format_bytes(job.budget)} is below the floor of {format_bytes(floor)} for {job.model} "
+            f"with --method {job.method}, decided by {layer}; "
+            f"use --budget {-(-int(floor * _SURE) // 10**6)}MB or more, or a smaller model",
             floor,
             layer,
         )
-    blocks = rule.greedy() if partitioner == "greedy" else rule.exact()
+    blocks = rule.blocks(partitioner)
     if not blocks:
         raise NeuroFluxError(
             f"the activation caches do not fit the {format_bytes(job.disk_limit or 0)} that are free on the disk "
@@ -327,6 +348,7 @@ def assemble(
     pairs = zip([0] + [block.cache_bytes for block in blocks], [block.cache_bytes for block in blocks], strict=False)
     return Plan(
         model=job.model,
+        method=job.method,
         budget=job.budget,
         peak=max(block.peak for block in blocks),
         floor=floor,
@@ -340,15 +362,9 @@ def assemble(
         disk=max(before + after for before, after in pairs),
         layers=[layer.name for layer in profile.layers],
         head_widths=[layer.head_width for layer in profile.layers],
+        layer_flops=[layer.step_flops for layer in profile.layers],
         blocks=blocks,
     )
-
-
-def _size(shape: tuple[int, ...]) -> int:
-    product = 1
-    for size in shape:
-        product *= size
-    return product
 
 
 __all__ = ["BlockPlan", "Job", "LayerProfile", "Partitioner", "Plan", "make_plan"]

@@ -9,11 +9,14 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from neuroflux.inputs.chain import Chain
 from neuroflux.planning.heads import AuxiliaryHead
 from neuroflux.planning.memory import Meter, set_allocator
+from neuroflux.planning.methods import Whole
 from neuroflux.planning.residence import Residence
+from neuroflux.planning.sizes import count_flops, elements, inner_elements
 from neuroflux.planning.step import Exit, ExitTrainer, Recipe
 
 _BATCHES = (4, 16, 64)
@@ -41,7 +44,7 @@ class LayerProfile:
         measured: whether these were measured, or only estimated because no step fits the budget.
         batches, compact_seconds, fast_seconds: seconds of a training step at some batch sizes, with either setting.
         forward_seconds: seconds per image of a forward pass without gradients.
-        flops: multiply-adds of the layer and its head for one image, times two.
+        step_flops: floating-point operations of a training step for one image, everything that runs counted.
     """
 
     name: str
@@ -53,7 +56,7 @@ class LayerProfile:
     compact_peak: tuple[float, float]
     fast_peak: tuple[float, float]
     measured: bool
-    flops: int
+    step_flops: float
     batches: list[int] = field(default_factory=list)
     compact_seconds: list[float] = field(default_factory=list)
     fast_seconds: list[float] = field(default_factory=list)
@@ -103,67 +106,17 @@ class Profile:
         return asdict(self)
 
 
-def estimate_peak(chain: Chain, index: int) -> tuple[float, float]:
+def estimate_peak(chain: Chain, index: int, head: nn.Module) -> tuple[float, float]:
     """Return (fixed, per_image) bytes of a training step from tensor sizes alone, on the safe side.
 
     Fixed: the largest weight gradient and the copies that convolution kernels make of reordered weights, three times
-    the largest weight. Per image: the input and every convolution's output, normalised output and their gradients.
+    the largest weight. Per image: the input and every output of a convolution or norm, and their gradients.
     """
-    layer = chain.layers[index]
-    largest = max((parameter.numel() for parameter in layer.parameters()), default=0)
-    inside = _inner_elements(layer, chain.layer_input_shape(index))
-    return 4 * 3 * largest, 4 * (2 * _elements(chain.layer_input_shape(index)) + 2 * inside)
-
-
-def _elements(shape: tuple[int, ...]) -> int:
-    product = 1
-    for size in shape:
-        product *= size
-    return product
-
-
-def _inner_elements(layer: nn.Module, input_shape: tuple[int, ...]) -> int:
-    """Return the number of elements that all leaf modules of `layer` put out for one image."""
-    total = 0
-
-    def count(module: nn.Module, args: Any, output: Any) -> None:
-        nonlocal total
-        if isinstance(output, torch.Tensor):
-            total += output[0].numel()
-
-    _run_on_meta(layer, input_shape, count)
-    return total
-
-
-def count_flops(module: nn.Module, input_shape: tuple[int, ...]) -> int:
-    """Return twice the multiply-adds of the convolutions and linear layers of `module` for one image."""
-    total = 0
-
-    def count(leaf: nn.Module, args: Any, output: Any) -> None:
-        nonlocal total
-        weight = getattr(leaf, "weight", None)
-        if isinstance(leaf, nn.Conv2d):
-            total += 2 * leaf.weight[0].numel() * output[0].numel()
-        elif isinstance(leaf, nn.Linear) and weight is not None:
-            total += 2 * leaf.in_features * output[0].numel()
-
-    _run_on_meta(module, input_shape, count)
-    return total
-
-
-def _run_on_meta(module: nn.Module, input_shape: tuple[int, ...], hook: Any) -> None:
-    """Run `module` in eval mode on two images without storage, calling `hook` after every module without children."""
-    training = module.training
-    leaves = [leaf for leaf in module.modules() if not list(leaf.children())]
-    handles = [leaf.register_forward_hook(hook) for leaf in leaves]
-    state = {name: tensor.to("meta") for name, tensor in [*module.named_parameters(), *module.named_buffers()]}
-    try:
-        with torch.no_grad():
-            torch.func.functional_call(module.eval(), state, (torch.empty(2, *input_shape, device="meta"),))
-    finally:
-        module.train(training)
-        for handle in handles:
-            handle.remove()
+    layer, shape = chain.layers[index], chain.layer_input_shape(index)
+    largest = max((parameter.numel() for parameter in [*layer.parameters(), *head.parameters()]), default=0)
+    local = 2 * elements(shape) + 2 * inner_elements(layer, shape)
+    held = layer.step_elements if isinstance(layer, Whole) else local
+    return 4 * 3 * largest, 4 * (held + 2 * inner_elements(head, chain.shapes[index]))
 
 
 @dataclass
@@ -191,14 +144,14 @@ class Profiler:
         seconds = time.perf_counter() - start
         return Profile(layers, overhead, recipe.precision, recipe.channels_last, disk_rate, seconds)
 
-    def choose_precision(self, chain: Chain, make_head: MakeHead, recipe: Recipe) -> Recipe:
-        """Return `recipe` with the precision and memory format that are fastest here, measured on the middle layer.
+    def choose_precision(self, chain: Chain, head: nn.Module, recipe: Recipe) -> Recipe:
+        """Return `recipe` with the precision and memory format that are fastest here.
 
-        fp32 in PyTorch's default format is kept unless another combination saves at least a tenth of the time, or
-        where not even a small batch fits the budget for certain.
+        They are measured on the middle layer of `chain` with `head`. fp32 in PyTorch's default format is kept unless
+        another combination saves at least a tenth of the time, or where not even a small batch fits the budget for
+        certain.
         """
         index = len(chain.layers) // 2
-        head = make_head(index)
         layer = _describe(chain, index, head, recipe)
         batch = min(8, self.batch_limit)
         if layer.step_peak(batch) > self.budget * _CAREFUL - self.meter.current() - layer.resident:
@@ -227,6 +180,8 @@ class Profiler:
             for size in sizes:
                 if profile.step_peak(size) > room:
                     break
+                if not points:
+                    profile.step_flops = bench.flops(size) / size
                 peak, compact = bench.measure(size, compact=True)
                 points.append((size, peak))
                 fast = compact
@@ -259,7 +214,7 @@ def _scaled(line: tuple[float, float]) -> tuple[float, float]:
 def _describe(chain: Chain, index: int, head: nn.Module, recipe: Recipe) -> LayerProfile:
     """Return what is known of a layer without running it."""
     layer = chain.layers[index]
-    estimate = estimate_peak(chain, index)
+    estimate = estimate_peak(chain, index, head)
     parameters = [*layer.parameters(), *head.parameters()]
     buffers = [*layer.buffers(), *head.buffers()]
     weights = sum(p.numel() * p.element_size() for p in parameters)
@@ -274,7 +229,7 @@ def _describe(chain: Chain, index: int, head: nn.Module, recipe: Recipe) -> Laye
         compact_peak=estimate,
         fast_peak=_scaled(estimate),
         measured=False,
-        flops=count_flops(layer, chain.layer_input_shape(index)) + count_flops(head, chain.shapes[index]),
+        step_flops=3.0 * (count_flops(layer, chain.layer_input_shape(index)) + count_flops(head, chain.shapes[index])),
     )
 
 
@@ -322,6 +277,12 @@ class _Bench:
             synchronize(self._profiler.device)
             best = min(best, time.perf_counter() - start)
         return best
+
+    def flops(self, size: int) -> int:
+        """Return the floating-point operations that a step of `size` images takes, forward and backward."""
+        with FlopCounterMode(display=False) as counter:
+            self._trainer.step(*self._batch(size))
+        return counter.get_total_flops()
 
     def measure(self, size: int, compact: bool) -> tuple[float, float]:
         """Return the bytes that a step takes over what is resident, and its seconds, with either allocator setting."""

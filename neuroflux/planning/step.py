@@ -23,6 +23,7 @@ class Recipe:
         lr: the highest learning rate; the schedule scales it.
         precision: ``fp32``, ``bf16`` or ``fp16``: what autocast computes in.
         channels_last: the memory format of feature maps and weights.
+        accumulate: how many images' gradients are added up for one update, or 0 to update after every batch.
     """
 
     optimizer: str = "sgd"
@@ -31,6 +32,7 @@ class Recipe:
     label_smoothing: float = 0.0
     precision: str = "fp32"
     channels_last: bool = False
+    accumulate: int = 0
 
     @property
     def memory_format(self) -> torch.memory_format:
@@ -39,8 +41,8 @@ class Recipe:
 
     @property
     def states(self) -> int:
-        """Return how many tensors of a parameter's size the optimizer keeps for it."""
-        return {"sgd": 1, "adamw": 2}[self.optimizer]
+        """Return how many tensors of a parameter's size are kept for it: optimizer state, and a gradient that lasts."""
+        return {"sgd": 1, "adamw": 2}[self.optimizer] + bool(self.accumulate)
 
     def make_optimizer(self, parameter: nn.Parameter, scale: float = 1.0) -> torch.optim.Optimizer:
         """Return an optimizer for one parameter; norms and biases (fewer than two dimensions) do not decay.
@@ -87,9 +89,12 @@ class ParameterwiseOptimizer:
 
         return apply
 
-    def backward(self, loss: torch.Tensor) -> None:
-        """Compute, apply and free the gradients of `loss`."""
+    def backward(self, loss: torch.Tensor, images: int) -> None:
+        """Compute, apply and free the gradients of `loss`, the mean over `images`."""
         (loss * self._scale if self._scale != 1.0 else loss).backward()
+
+    def flush(self) -> None:
+        """Apply gradients that still wait to be applied: none do."""
 
     def set_rate(self, factor: float) -> None:
         """Set the learning rate to `factor` times the recipe's."""
@@ -101,6 +106,49 @@ class ParameterwiseOptimizer:
         for hook in self._hooks:
             hook.remove()
         self._hooks, self._optimizers = [], []
+
+
+class AccumulatingOptimizer:
+    """Adds up the gradients of several batches and applies their mean after `Recipe.accumulate` images."""
+
+    def __init__(self, parameters: list[nn.Parameter], recipe: Recipe) -> None:
+        self._scale = _FP16_SCALE if recipe.precision == "fp16" else 1.0
+        self._base, self._wanted, self._images = recipe.lr, recipe.accumulate, 0
+        self._parameters = parameters
+        self._optimizers = [recipe.make_optimizer(parameter) for parameter in parameters]
+
+    def backward(self, loss: torch.Tensor, images: int) -> None:
+        """Add the gradients of `loss`, the mean over `images`, and apply them when there are enough."""
+        (loss * (self._scale * images / self._wanted)).backward()
+        self._images += images
+        if self._images >= self._wanted:
+            self.flush()
+
+    def flush(self) -> None:
+        """Apply the gradients that were added up, and free them."""
+        if not self._images:
+            return
+        factor = self._wanted / (self._images * self._scale)
+        for parameter, optimizer in zip(self._parameters, self._optimizers, strict=True):
+            if parameter.grad is None:
+                continue
+            if factor != 1.0:
+                parameter.grad.mul_(factor)
+            if self._scale == 1.0 or torch.isfinite(parameter.grad).all():
+                optimizer.step()
+            parameter.grad = None
+        self._images = 0
+
+    def set_rate(self, factor: float) -> None:
+        """Set the learning rate to `factor` times the recipe's."""
+        for optimizer in self._optimizers:
+            optimizer.param_groups[0]["lr"] = self._base * factor
+
+    def close(self) -> None:
+        """Free gradients and optimizer state."""
+        for parameter in self._parameters:
+            parameter.grad = None
+        self._optimizers = []
 
 
 class Exit(nn.Module):
@@ -124,7 +172,10 @@ class ExitTrainer:
         self.recipe = recipe
         self.device = device
         exit.train()
-        self.optimizer = ParameterwiseOptimizer([p for p in exit.parameters() if p.requires_grad], recipe)
+        kind = AccumulatingOptimizer if recipe.accumulate else ParameterwiseOptimizer
+        self.optimizer: ParameterwiseOptimizer | AccumulatingOptimizer = kind(
+            [p for p in exit.parameters() if p.requires_grad], recipe
+        )
 
     def step(self, features: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Train on one batch: features (N, C, H, W), labels (N,).
@@ -134,8 +185,9 @@ class ExitTrainer:
         """
         with self.recipe.autocast(self.device):
             output, scores = self.exit(features)
-        loss = F.cross_entropy(scores.float(), labels, label_smoothing=self.recipe.label_smoothing)
-        self.optimizer.backward(loss)
+        scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+        loss = F.cross_entropy(scores, labels, label_smoothing=self.recipe.label_smoothing)
+        self.optimizer.backward(loss, len(labels))
         return output.detach(), loss.detach()
 
     def close(self) -> None:

@@ -15,6 +15,7 @@ from neuroflux.planning.residence import Residence
 from neuroflux.planning.step import Exit, ExitTrainer, Recipe
 from neuroflux.training.cache import Batches, Level
 from neuroflux.training.guard import Guard
+from neuroflux.training.timing import Timing
 
 # the learning rate rises over this share of a block's training and then falls along half a cosine
 _WARM_UP = 0.15
@@ -31,6 +32,7 @@ class Progress:
         losses: the local loss of every layer of the block.
         peak: the bytes that the step took at most.
         waited: seconds that this epoch has waited for data.
+        reading: seconds that data were read for, beside training.
     """
 
     images: int
@@ -39,6 +41,7 @@ class Progress:
     losses: list[float]
     peak: int
     waited: float
+    reading: float
 
 
 def rate(progress: float) -> float:
@@ -53,6 +56,7 @@ class Block:
 
     Attributes:
         exits: the layers that learn, each with its head. Those of the plan that lie deeper wait until `grow`.
+        timing: seconds of the parts of a training step: ``inputs``, and each layer by its place in the block.
     """
 
     def __init__(self, exits: list[Exit], recipe: Recipe, device: torch.device) -> None:
@@ -60,6 +64,7 @@ class Block:
         self._planned = exits
         self._residence = Residence([*exits], device, recipe.memory_format)
         self._trainers: list[ExitTrainer] = []
+        self.timing = Timing(device)
 
     @contextmanager
     def on_device(self) -> Iterator[None]:
@@ -95,13 +100,21 @@ class Block:
 
         A layer's graph is gone before the next layer runs, so the block's peak is that of its largest layer.
         """
+        self.timing.begin(len(labels))
         features = self.input(level, rows, generator)
         labels = labels.to(self.device)
+        self.timing.lap("inputs")
         losses = []
-        for trainer in self._trainers:
+        for number, trainer in enumerate(self._trainers):
             features, loss = trainer.step(features, labels)
             losses.append(loss)
+            self.timing.lap(str(number))
         return torch.stack(losses).tolist()
+
+    def end_pass(self) -> None:
+        """Apply gradients that wait for more of their kind (`Recipe.accumulate`)."""
+        for trainer in self._trainers:
+            trainer.optimizer.flush()
 
     def set_rate(self, factor: float) -> None:
         """Set the learning rate of all layers to `factor` times the recipe's."""
@@ -122,7 +135,7 @@ class Block:
         right = torch.zeros(len(self.exits), dtype=torch.long, device=self.device)
         for exit in self.exits:
             exit.eval()
-        for rows, indices in Batches(level, np.arange(len(level.labels)), lambda: batch):
+        for rows, indices in Batches(level, np.arange(len(level.labels)), lambda _: batch):
             features = self.input(level, rows, None)
             labels = torch.from_numpy(level.labels[indices]).to(self.device)
             with self.recipe.autocast(self.device):
@@ -150,7 +163,12 @@ def train_epoch(
     """
     total = len(level.labels)
     order = torch.randperm(total, generator=generator).numpy()
-    batches = Batches(level, order, lambda: guard.batch, SMALLEST_BATCH)
+    together = block.recipe.accumulate or total
+
+    def size(start: int) -> int:
+        return min(guard.batch, together - start % together)
+
+    batches = Batches(level, order, size, SMALLEST_BATCH)
     done = 0
     for rows, indices in batches:
         block.set_rate(rate((epoch + done / total) / epochs))
@@ -160,4 +178,7 @@ def train_epoch(
             bad = next(k for k, loss in enumerate(losses) if not math.isfinite(loss))
             raise NeuroFluxError(f"the loss of layer {bad + 1} of the block became {losses[bad]}; lower --lr")
         done += len(indices)
-        yield Progress(done, total, len(indices), losses, guard.after_step(len(indices)), batches.waited)
+        yield Progress(
+            done, total, len(indices), losses, guard.after_step(len(indices)), batches.waited, batches.reading
+        )
+    block.end_pass()

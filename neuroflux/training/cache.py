@@ -80,13 +80,14 @@ class Batches:
 
     Args:
         order: indices (n,) in the order in which they are used.
-        size: asked for the size of each batch just before it is read.
+        size: asked for the size of each batch just before it is read, with the place in `order` where it starts.
         smallest: a last batch with fewer images is left out (batch norm cannot train on a single image).
     """
 
-    def __init__(self, level: Level, order: np.ndarray, size: Callable[[], int], smallest: int = 1) -> None:
+    def __init__(self, level: Level, order: np.ndarray, size: Callable[[int], int], smallest: int = 1) -> None:
         self._level, self._order, self._size, self._smallest = level, order, size, smallest
         self.waited = 0.0  # seconds that training waited for data
+        self.reading = 0.0  # seconds that data were read for, beside training
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor, np.ndarray]]:
         """Yield (rows, their indices)."""
@@ -95,10 +96,12 @@ class Batches:
 
         def work() -> None:
             while (indices := requests.get()) is not None:
+                begun = time.perf_counter()
                 try:
                     answers.put(self._level.read(indices))
                 except BaseException as error:  # it is raised again where the batch is used
                     answers.put(error)
+                self.reading += time.perf_counter() - begun
 
         thread = threading.Thread(target=work, name="read-ahead", daemon=True)
         thread.start()
@@ -125,7 +128,7 @@ class Batches:
             thread.join()
 
     def _next(self, start: int) -> np.ndarray:
-        indices = self._order[start : start + self._size()]
+        indices = self._order[start : start + self._size(start)]
         return indices if len(indices) >= self._smallest else indices[:0]
 
 
@@ -134,7 +137,7 @@ def write_level(
 ) -> None:
     """Write the outputs of `forward` over all rows of `level` to the array `path` of rows `shape`, as fp16."""
     with ArrayWriter(path, shape, np.float16) as writer:
-        for rows, _ in Batches(level, np.arange(len(level.labels)), lambda: batch):
+        for rows, _ in Batches(level, np.arange(len(level.labels)), lambda _: batch):
             output = forward(level.features(rows, None))
             output = output.float().clamp(-_LARGEST, _LARGEST)
             writer.append(output.to(torch.float16).cpu().contiguous().numpy())

@@ -24,13 +24,20 @@ class BlockResult:
         accuracies: the validation accuracy of each of its exits.
         batch: the batch size it ended with.
         peak: the most bytes measured while it was trained and cached.
+        epoch_seconds: of every pass, without validation.
+        parts: seconds that a pass over all images spends on average in each part: ``inputs`` (to augment, normalise
+            and copy them to the device), ``waiting`` (for data), ``reading`` (from disk, beside training), and each
+            layer in ``layers``.
+        curve: after every pass, the ``seconds`` since the run began, the ``images`` trained on by then, and the
+            accuracies of the block's exits on the validation and, where measured, the test images.
     """
 
     accuracies: list[float]
     batch: int
     peak: int
     epoch_seconds: list[float]
-    seconds: dict[str, float] = field(default_factory=dict)
+    parts: dict[str, Any] = field(default_factory=dict)
+    curve: list[dict[str, Any]] = field(default_factory=list)
 
 
 class Checkpoints:

@@ -14,14 +14,18 @@ from neuroflux.training.cache import Batches
 
 
 @torch.no_grad()
+def predictions(model: nn.Module, split: Split, batch: int, device: torch.device) -> np.ndarray:
+    """Return the class (n,) that `model` gives each image of `split`."""
+    model.eval()
+    predicted = np.zeros(len(split), np.int64)
+    for rows, indices in Batches(_Rows(split), np.arange(len(split)), lambda _: batch):
+        predicted[indices] = model(rows.to(device)).argmax(1).cpu().numpy()
+    return predicted
+
+
 def accuracy(model: nn.Module, split: Split, batch: int, device: torch.device) -> float:
     """Return the share of the images of `split` that `model` classifies rightly."""
-    model.eval()
-    right = 0
-    for rows, indices in Batches(_Rows(split), np.arange(len(split)), lambda: batch):
-        labels = torch.from_numpy(split.labels[indices])
-        right += int((model(rows.to(device)).argmax(1).cpu() == labels).sum())
-    return right / max(1, len(split))
+    return float((predictions(model, split, batch, device) == split.labels).mean())
 
 
 class _Rows:

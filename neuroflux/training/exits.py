@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from neuroflux.errors import NeuroFluxError
-from neuroflux.inputs.chain import Chain, trace_chain
+from neuroflux.inputs.chain import trace_chain
 from neuroflux.inputs.models import build_model
 from neuroflux.inputs.preprocess import Preprocess
-from neuroflux.planning.heads import AuxiliaryHead
+from neuroflux.planning.heads import make_head
 
 FORMAT = 1
 
@@ -35,26 +35,14 @@ def layers_worth_training(accuracies: list[float], lookahead: int) -> int:
     return best + 1 + lookahead
 
 
-def make_head(chain: Chain, index: int, classes: int, width: int, seed: int) -> nn.Module:
-    """Return the head of layer `index`: the model's own classifier for the last one, else a new auxiliary head.
-
-    Heads are initialised from `seed` alone, whatever was drawn before.
-    """
-    if index == len(chain.layers) - 1:
-        return chain.classifier
-    channels, height, columns = chain.shapes[index]
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed * 1000 + index)
-        return AuxiliaryHead(channels, (height, columns), classes, width)
-
-
 @dataclass
 class Description:
     """All that is needed to build a streamlined model again, in plain values.
 
     Attributes:
         model: the name that `build_model` knows, or "" where the model came as an object from Python.
-        layers: how many layers of the chain are kept; `width` is the filters of the head on the last of them.
+        layers: how many layers of the chain are kept; `width` is the filters of the head on the last of them, which
+            is of the kind `head`.
         shape: of the images, (channels, height, width); `channels` is how many the first layer takes.
         mean, std: per image channel, in units of 0..255.
         raw: whether float images come prepared by the user's own transforms.
@@ -69,6 +57,7 @@ class Description:
     mean: list[float]
     std: list[float]
     raw: bool = False
+    head: str = "adaptive"
 
 
 class StreamlinedModel(nn.Module):
@@ -136,7 +125,7 @@ def load(path: str | Path, model: nn.Module | None = None) -> StreamlinedModel:
     chain = trace_chain(model, shape)
     if not 1 <= description.layers <= len(chain.layers):
         raise NeuroFluxError(f"{path} wants {description.layers} layers of a model that has {len(chain.layers)}")
-    head = make_head(chain, description.layers - 1, classes, description.width, seed=0)
+    head = make_head(chain, description.layers - 1, classes, description.width, 0, description.head)
     streamlined = StreamlinedModel(list(chain.layers[: description.layers]), head, description)
     try:
         streamlined.load_state_dict(weights, assign=True)

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
+from neuroflux.inputs.chain import Chain
+from neuroflux.inputs.datasets import Data
 from neuroflux.planning.partitioner import BlockPlan, Plan
 from neuroflux.training.block import Progress
 from neuroflux.training.checkpoint import BlockResult
@@ -14,6 +18,9 @@ class Observer:
 
     def phase(self, name: str, detail: str = "") -> None:
         """A part of the run begins: data, profile, plan, train, cache, evaluate."""
+
+    def opened(self, chain: Chain) -> None:
+        """The model is cut into `chain`."""
 
     def planned(self, plan: Plan) -> None:
         """The plan is made."""
@@ -31,6 +38,9 @@ class Observer:
 
     def block_ended(self, number: int, result: BlockResult) -> None:
         """Block `number` is finished and safe on disk."""
+
+    def tested(self, data: Data, predicted: np.ndarray) -> None:
+        """The streamlined model gave the test images of `data` the classes `predicted` (n,)."""
 
     def note(self, text: str) -> None:
         """Something happened that the user should know."""

@@ -10,7 +10,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,21 +25,27 @@ from neuroflux.inputs.chain import Chain, trace_chain
 from neuroflux.inputs.datasets import Data, Split, open_data
 from neuroflux.inputs.models import build_model, build_on_disk, input_channels
 from neuroflux.inputs.preprocess import Preprocess
-from neuroflux.planning.heads import adaptive_width
+from neuroflux.planning.heads import head_width, make_head
 from neuroflux.planning.memory import Meter, make_meter, set_allocator
+from neuroflux.planning.methods import METHODS
 from neuroflux.planning.partitioner import BlockPlan, Job, Plan, make_plan
 from neuroflux.planning.profiler import Profiler, touch_code
 from neuroflux.planning.step import Exit, Recipe
-from neuroflux.training.block import SMALLEST_BATCH, Block, train_epoch
+from neuroflux.training.block import SMALLEST_BATCH, Block, Progress, train_epoch
 from neuroflux.training.cache import CachedLevel, ImageLevel, Level, check_disk, measure_disk, write_level
 from neuroflux.training.checkpoint import BlockResult, Checkpoints
-from neuroflux.training.evaluation import accuracy, count_parameters, throughput
-from neuroflux.training.exits import Description, StreamlinedModel, choose_exit, layers_worth_training, make_head
+from neuroflux.training.evaluation import count_parameters, predictions, throughput
+from neuroflux.training.exits import Description, StreamlinedModel, choose_exit, layers_worth_training
 from neuroflux.training.guard import Guard
 from neuroflux.training.observer import Observer
+from neuroflux.training.summary import summarise
 
 # the batch for which the learning rate is meant (see Config.lr)
 _RATE_BATCH = 32
+
+
+# a level of the activation cache, by split: train, val, and test where each pass is tested
+Levels = dict[str, Level]
 
 
 @dataclass
@@ -98,6 +104,8 @@ class Run:
 
     def __init__(self, config: Config, folder: Path, observers: list[Observer]) -> None:
         self.config, self.folder, self._observers = config, folder, observers
+        self.method = METHODS[config.method]
+        self._begun, self._uncounted = time.perf_counter(), 0.0
         self.device = config.torch_device()
         if config.threads:
             torch.set_num_threads(config.threads)
@@ -106,10 +114,11 @@ class Run:
         self.seconds: dict[str, float] = {}
         self.recipe = Recipe(
             optimizer=config.optimizer,
-            lr=config.lr,
+            lr=config.highest_lr,
             weight_decay=config.weight_decay,
             label_smoothing=config.label_smoothing,
             precision="fp32" if config.precision == "auto" else config.precision,
+            accumulate=config.batch_limit if self.method.accumulate else 0,
         )
 
     def _tell(self, event: str, *values: Any) -> None:
@@ -125,6 +134,17 @@ class Run:
             yield
         finally:
             self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+
+    @property
+    def elapsed(self) -> float:
+        """Return the seconds since the run began, without those that only served to watch it."""
+        return time.perf_counter() - self._begun - self._uncounted
+
+    @contextmanager
+    def _clock_stopped(self) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self._uncounted += time.perf_counter() - start
 
     def kept(self) -> str:
         """Return what of the run is safe on disk, in words."""
@@ -147,31 +167,32 @@ class Run:
             mapped = sum(t.numel() * t.element_size() for t in tensors) if self.device.type == "cpu" else 0
             # the weights were written to mapped files, which the meter cannot tell from a peak while they are new
             self._preparation = self.meter.highest = max(0, self.meter.highest - mapped)
+            self.chain = self.method.chain(self.inputs.chain, self.config.compression)
             self.augmentation = self.inputs.data.augment if self.config.augment == "auto" else self.config.augment
+        self._tell("opened", self.inputs.chain)
         if self.config.plan:
             self.plan = self._follow(Path(self.config.plan))
         else:
-            with self._phase("profile", f"{len(self.inputs.chain.layers)} layers"):
+            with self._phase("profile", f"{len(self.chain.layers)} layers"):
                 self.plan = self._make_plan()
         self.recipe = replace(self.recipe, precision=self.plan.precision, channels_last=self.plan.channels_last)
         self._tell("planned", self.plan)
         return self.plan
 
-    def _head(self, index: int, width: int | None = None) -> nn.Module:
-        chain = self.inputs.chain
-        if width is None:
-            parameters = sum(p.numel() for p in chain.layers[index].parameters())
-            width = adaptive_width(chain.shapes[index][0], parameters)
-        return make_head(chain, index, self.inputs.classes, width, self.config.seed)
+    def _head(self, index: int) -> nn.Module:
+        kind = self.method.head
+        width = head_width(self.chain, index, kind)
+        return make_head(self.chain, index, self.inputs.classes, width, self.config.seed, kind)
 
     def _make_plan(self) -> Plan:
         config, chain = self.config, self.inputs.chain
+        middle = make_head(chain, len(chain.layers) // 2, self.inputs.classes, 16, config.seed)
         with self.meter.reading_files():  # code is mapped from its file when it first runs
             touch_code(self.recipe, self.device)
         profiler = Profiler(self.meter, self.device, config.budget_bytes, config.batch_limit, self.inputs.classes)
         if config.precision == "auto":
-            self.recipe = profiler.choose_precision(chain, self._head, self.recipe)
-        profile = profiler.profile(chain, self._head, self.recipe, disk_rate=measure_disk(self.folder))
+            self.recipe = profiler.choose_precision(chain, middle, self.recipe)
+        profile = profiler.profile(self.chain, self._head, self.recipe, disk_rate=measure_disk(self.folder))
         job = Job(
             model=self.inputs.name,
             budget=config.budget_bytes,
@@ -180,6 +201,8 @@ class Run:
             train_images=len(self.inputs.data.train),
             val_images=len(self.inputs.data.val),
             preparation=self._preparation,
+            method=config.method,
+            one_block=self.method.one_block,
             disk_limit=int(shutil.disk_usage(self.folder).free * 0.9),
         )
         return make_plan(profile, job, config.partitioner)
@@ -190,7 +213,9 @@ class Run:
             plan = Plan.from_dict(json.loads(path.read_text(encoding="utf-8")))
         except (OSError, ValueError) as error:
             raise NeuroFluxError(f"cannot read the plan {path}: {error}") from error
-        names = self.inputs.chain.names
+        names = self.chain.names
+        if plan.method != self.config.method:
+            raise NeuroFluxError(f"the plan {path} is for --method {plan.method}, not {self.config.method}")
         if plan.layers != names:
             raise NeuroFluxError(
                 f"the plan {path} was made for other layers ({len(plan.layers)}, {plan.layers[0]}..) than "
@@ -203,7 +228,6 @@ class Run:
     def train(self) -> dict[str, Any]:
         """Train block after block, choose the exit, and return the summary that ``summary.json`` then holds."""
         check_disk(self.folder, self.plan.disk)
-        data = self.inputs.data
         checkpoints = Checkpoints(self.folder / "checkpoints")
         results = checkpoints.results()
         levels = self._resume(results, checkpoints) if results else self._images()
@@ -226,49 +250,75 @@ class Run:
             del block, exits
             if stopped and number < len(self.plan.blocks):
                 self._tell("note", f"block {number} brought too little to go deeper: done")
-        summary = self._finish(results, checkpoints, data)
+        summary = self._finish(results, checkpoints)
         self._tell("finished", summary)
         return summary
 
     def _rated(self, batch: int) -> Recipe:
-        """Return the recipe with the learning rate that suits `batch`."""
-        return replace(self.recipe, lr=self.recipe.lr * (batch / _RATE_BATCH) ** 0.5)
+        """Return the recipe with the learning rate that suits batches of `batch` images."""
+        images = self.recipe.accumulate or batch
+        return replace(self.recipe, lr=self.recipe.lr * (images / _RATE_BATCH) ** 0.5)
 
     def _exits(self, block: BlockPlan) -> list[Exit]:
-        layers, widths = self.inputs.chain.layers, self.plan.head_widths
-        return [Exit(layers[k], self._head(k, widths[k])) for k in range(block.first, block.last + 1)]
+        def head(index: int) -> nn.Module:
+            width, seed = self.plan.head_widths[index], self.config.seed
+            return make_head(self.chain, index, self.inputs.classes, width, seed, self.method.head)
 
-    def _train_block(self, number: int, block: Block, planned: BlockPlan, levels: tuple[Level, Level]) -> BlockResult:
+        return [Exit(self.chain.layers[k], head(k)) for k in range(block.first, block.last + 1)]
+
+    def _depth(self, accuracies: list[float]) -> int:
+        """Return how many layers of a block should learn, given the `accuracies` of those that do."""
+        if self.method.one_block:
+            return len(self.chain.layers)
+        return layers_worth_training(accuracies, self.config.lookahead)
+
+    def _train_block(self, number: int, block: Block, planned: BlockPlan, levels: Levels) -> BlockResult:
         """Train one block for all its epochs and return how it went; its weights are then back at rest."""
-        config, (train, val) = self.config, levels
-        seconds: list[float] = []
-        accuracies: list[float] = []
+        config = self.config
+        result = BlockResult([], planned.batch, 0, [])
         generator = torch.Generator().manual_seed(config.seed * 1000 + number)
         torch.manual_seed(config.seed * 1000 + number)  # dropout
         guard = Guard(self.meter, config.budget_bytes, planned.batch, SMALLEST_BATCH, planned.compact)
-        highest, waited = 0, 0.0
-        with block.training(layers_worth_training([], config.lookahead)):
+        waited = reading = 0.0
+        with block.training(self._depth([])):
             for epoch in range(config.epochs):
                 with self._phase("train", f"block {number}"):
                     start = time.perf_counter()
                     losses = np.zeros(len(block.exits))
-                    for progress in train_epoch(block, train, guard, epoch, config.epochs, generator):
+                    for progress in train_epoch(block, levels["train"], guard, epoch, config.epochs, generator):
                         losses += np.array(progress.losses) * progress.batch
-                        highest = max(highest, progress.peak)
+                        result.peak = max(result.peak, progress.peak)
                         self._tell("stepped", number, epoch + 1, progress)
-                    waited += progress.waited
-                    seconds.append(time.perf_counter() - start)
-                with self._phase("evaluate"), guard.paused():
-                    accuracies = block.accuracies(val, guard.batch)
-                    highest = max(highest, self.meter.peak())
-                    means = list(losses / progress.images)
-                    self._tell("epoch_ended", number, epoch + 1, accuracies, means, seconds[-1])
+                    waited, reading = waited + progress.waited, reading + progress.reading
+                    result.epoch_seconds.append(time.perf_counter() - start)
+                with guard.paused():
+                    self._evaluate(result, block, levels, guard.batch, progress)
+                means = list(losses / progress.images)
+                self._tell("epoch_ended", number, epoch + 1, result.accuracies, means, result.epoch_seconds[-1])
                 if epoch + 1 < config.epochs:
-                    block.grow(layers_worth_training(accuracies, config.lookahead))
+                    block.grow(self._depth(result.accuracies))
         if guard.shrunk:
             self._tell("note", f"block {number}: the batch was reduced to {guard.batch} to stay within the budget")
-        self.seconds["wait for data"] = self.seconds.get("wait for data", 0.0) + waited
-        return BlockResult(accuracies, guard.batch, highest, seconds)
+        result.batch = guard.batch
+        images = len(levels["train"].labels)
+        result.parts = {
+            "inputs": images * block.timing.per_image("inputs"),
+            "waiting": waited / config.epochs,
+            "reading": reading / config.epochs,
+            "layers": [images * block.timing.per_image(str(k)) for k in range(len(block.exits))],
+        }
+        return result
+
+    def _evaluate(self, result: BlockResult, block: Block, levels: Levels, batch: int, progress: Progress) -> None:
+        """Add the accuracies of the exits of `block` after a pass to `result`."""
+        with self._phase("evaluate"):
+            result.accuracies = block.accuracies(levels["val"], batch)
+        point: dict[str, Any] = {"seconds": self.elapsed, "images": progress.images, "val": result.accuracies}
+        if "test" in levels:
+            with self._clock_stopped():
+                point["test"] = block.accuracies(levels["test"], batch)
+        result.curve.append(point)
+        result.peak = max(result.peak, self.meter.peak())
 
     def _over(self, results: list[BlockResult]) -> bool:
         """Return whether deeper layers are not worth training: the last block needed not all of its own, or failed."""
@@ -282,42 +332,49 @@ class Run:
 
     # --- levels ---
 
-    def _images(self) -> tuple[Level, Level]:
-        """Return level 0 of the training and the validation images."""
-        return self._image_level(self.inputs.data.train), self._image_level(self.inputs.data.val)
+    def _images(self) -> Levels:
+        """Return level 0 of the images."""
+        return {name: self._image_level(split) for name, split in self._splits().items()}
+
+    def _splits(self) -> dict[str, Split]:
+        data = self.inputs.data
+        splits = {"train": data.train, "val": data.val}
+        if self.config.test_each_pass and data.test is not None:
+            splits["test"] = data.test
+        return splits
 
     def _image_level(self, split: Split) -> ImageLevel:
         data = self.inputs.data
         preprocess = Preprocess(data.mean, data.std, self.inputs.channels, self.inputs.raw).to(self.device)
         return ImageLevel(split, preprocess, self.augmentation, self.device)
 
-    def _cache(self, number: int, block: Block, batch: int, levels: tuple[Level, Level]) -> tuple[Level, Level]:
-        """Write the outputs of block `number` over both splits, drop the level before, and return the new one."""
+    def _cache(self, number: int, block: Block, batch: int, levels: Levels) -> Levels:
+        """Write the outputs of block `number` over all splits, drop the level before, and return the new one."""
         folder = self.folder / "cache" / f"level-{number}"
-        shape = self.inputs.chain.shapes[self.plan.blocks[number - 1].last]
+        shape = self.chain.shapes[self.plan.blocks[number - 1].last]
         set_allocator(compact=True)
         self.meter.release()
-        with self._phase("cache", f"block {number}"):
-            for name, level in zip(("train", "val"), levels, strict=True):
+        for name, level in levels.items():
+            with self._clock_stopped() if name == "test" else self._phase("cache", f"block {number}"):
                 write_level(folder / f"{name}.npy", level, block.features, batch, shape)
-            self.meter.peak()
+        self.meter.peak()
         shutil.rmtree(self.folder / "cache" / f"level-{number - 1}", ignore_errors=True)
         return self._cached(number)
 
-    def _cached(self, number: int) -> tuple[Level, Level]:
+    def _cached(self, number: int) -> Levels:
         """Return level `number` from its cache."""
-        data, folder = self.inputs.data, self.folder / "cache" / f"level-{number}"
-        flip = "flip" in self.augmentation
-        return (
-            CachedLevel(folder / "train.npy", data.train.labels, flip, self.device),
-            CachedLevel(folder / "val.npy", data.val.labels, flip, self.device),
-        )
+        folder, flip = self.folder / "cache" / f"level-{number}", "flip" in self.augmentation
+        return {
+            name: CachedLevel(folder / f"{name}.npy", split.labels, flip, self.device)
+            for name, split in self._splits().items()
+        }
 
-    def _resume(self, results: list[BlockResult], checkpoints: Checkpoints) -> tuple[Level, Level]:
+    def _resume(self, results: list[BlockResult], checkpoints: Checkpoints) -> Levels:
         """Load the finished blocks and return the level that the next one reads, rebuilt where it is not intact."""
         blocks = self.plan.blocks[: len(results)]
         for number, (planned, result) in enumerate(zip(blocks, results, strict=True), 1):
             checkpoints.load(number, self._exits(planned)[: len(result.accuracies)])
+        self._begun -= results[-1].curve[-1]["seconds"] if results[-1].curve else 0.0
         self._tell("note", f"{len(results)} of {len(self.plan.blocks)} blocks were finished before")
         if len(results) == len(self.plan.blocks) or self._over(results):
             return self._images()
@@ -336,13 +393,13 @@ class Run:
     def _intact(self, number: int) -> bool:
         folder = self.folder / "cache" / f"level-{number}"
         try:
-            return all(ArrayFile(folder / f"{name}.npy").intact() for name in ("train", "val"))
+            return all(ArrayFile(folder / f"{name}.npy").intact() for name in self._splits())
         except NeuroFluxError:
             return False
 
     # --- the end ---
 
-    def _finish(self, results: list[BlockResult], checkpoints: Checkpoints, data: Data) -> dict[str, Any]:
+    def _finish(self, results: list[BlockResult], checkpoints: Checkpoints) -> dict[str, Any]:
         """Choose the exit, save and test the streamlined model, and write the summary."""
         set_allocator(compact=True)
         self.meter.release()
@@ -351,12 +408,34 @@ class Run:
         chosen = choose_exit(accuracies, self.config.tolerance)
         number = next(k for k, block in enumerate(self.plan.blocks, 1) if block.first <= chosen <= block.last)
         batch = min(result.batch for result in results[:number])
-        exits = self._exits(self.plan.blocks[number - 1])[: len(results[number - 1].accuracies)]
+        model, full = self._streamlined(chosen, number, results[number - 1], checkpoints)
+        model.save(self.folder / "model.pt")
+        measured = self._measure(model, full, batch)
+        summary = {
+            "model": self.inputs.name or type(self.inputs.model).__name__,
+            **summarise(self.config, self.inputs.data, self.plan, self.meter, results, self.seconds),
+            "chosen": chosen,
+            "val_accuracy": accuracies[chosen],
+            **measured,
+            "eval_batch": batch,
+            "parameters": {"model": count_parameters(model), "full": count_parameters(full)},
+            "device": str(self.device),
+            "elapsed": self.elapsed,
+        }
+        write_json(self.folder / "summary.json", summary)
+        return summary
+
+    def _streamlined(
+        self, chosen: int, number: int, result: BlockResult, checkpoints: Checkpoints
+    ) -> tuple[StreamlinedModel, StreamlinedModel]:
+        """Return the model that ends with exit `chosen`, which is in block `number`, and the full model."""
+        planned = self.plan.blocks[number - 1]
+        exits = self._exits(planned)[: len(result.accuracies)]
         checkpoints.load(number, exits)
-        head = exits[chosen - self.plan.blocks[number - 1].first].head
+        data, layers = self.inputs.data, list(self.inputs.chain.layers)
         description = Description(
             model=self.inputs.name,
-            layers=chosen + 1,
+            layers=len(layers) if self.method.whole else chosen + 1,
             width=self.plan.head_widths[chosen],
             classes=list(data.classes),
             shape=list(data.shape),
@@ -364,55 +443,31 @@ class Run:
             mean=data.mean,
             std=data.std,
             raw=self.inputs.raw,
+            head=self.method.head,
         )
-        layers = list(self.inputs.chain.layers)
-        model = StreamlinedModel(layers[: chosen + 1], head, description)
-        model.save(self.folder / "model.pt")
-        full = StreamlinedModel(layers, self.inputs.chain.classifier, description)
+        model = StreamlinedModel(layers[: description.layers], exits[chosen - planned.first].head, description)
+        return model, StreamlinedModel(layers, self.inputs.chain.classifier, description)
+
+    def _measure(self, model: StreamlinedModel, full: StreamlinedModel, batch: int) -> dict[str, Any]:
+        """Return the accuracy of `model` on the test images, and how fast it is beside the `full` one."""
+        data, test = self.inputs.data, None
         with self._phase("evaluate", "test"):
             with self.meter.reading_files():  # later, they could not be told from a peak
                 for weights in full.parameters():
                     weights.sum()
             device = self._evaluation_device(full)
             model, full = model.eval().to(device), full.eval().to(device)
-            test = accuracy(model, data.test, batch, device) if data.test is not None else None
+            if data.test is not None:
+                predicted = predictions(model, data.test, batch, device)
+                test = float((predicted == data.test.labels).mean())
+                self._tell("tested", data, predicted)
             rates = throughput([model, full], data.shape, batch, device)
         self.meter.peak()
-        summary = {
-            "budget": {"asked": self.config.budget, "bytes": self.config.budget_bytes},
-            "peak": {
-                "predicted": self.plan.peak,
-                "measured": max([self.meter.highest, *(result.peak for result in results)]),
-                "what": self.meter.what,
-            },
-            "model": self.inputs.name or type(self.inputs.model).__name__,
-            "data": data.name,
-            "images": {"train": len(data.train), "val": len(data.val), "test": len(data.test or [])},
-            "layers": self.plan.layers,
-            "head_widths": self.plan.head_widths,
-            "blocks": [
-                {**asdict(block), **asdict(result), "planned_batch": block.batch}
-                for block, result in zip(self.plan.blocks, results, strict=False)
-            ],
-            "planned_blocks": len(self.plan.blocks),
-            "exits": accuracies,
-            "chosen": chosen,
-            "val_accuracy": accuracies[chosen],
+        return {
             "test_accuracy": test,
-            "eval_batch": batch,
-            "parameters": {"model": count_parameters(model), "full": count_parameters(full)},
             "images_per_second": {"model": rates[0], "full": rates[1]},
-            "seconds": {name: round(value, 3) for name, value in self.seconds.items()},
-            "precision": self.recipe.precision,
-            "channels_last": self.recipe.channels_last,
-            "device": str(self.device),
             "evaluated_on": str(device),
-            "threads": torch.get_num_threads(),
-            "torch": torch.__version__,
-            "seed": self.config.seed,
         }
-        write_json(self.folder / "summary.json", summary)
-        return summary
 
     def _evaluation_device(self, full: nn.Module) -> torch.device:
         """Return where the finished model is measured: the CPU where the full one would not fit the device's budget."""

@@ -5,11 +5,11 @@ import torch
 from torch import nn
 
 from neuroflux.inputs.chain import trace_chain
+from neuroflux.planning.heads import make_head
 from neuroflux.planning.memory import make_meter
 from neuroflux.planning.partitioner import Job, make_plan
-from neuroflux.planning.profiler import LayerProfile, Profiler, count_flops, touch_code
+from neuroflux.planning.profiler import LayerProfile, Profiler, touch_code
 from neuroflux.planning.step import Recipe
-from neuroflux.training.exits import make_head
 
 CPU = torch.device("cpu")
 
@@ -70,9 +70,14 @@ def test_an_unmeasured_profile_still_gives_a_floor(chain):
         make_plan(result, Job("net", 300_000, 64, 5, 100, 10))
 
 
-def test_flops_of_a_conv_and_a_linear_layer():
-    assert count_flops(nn.Conv2d(3, 8, 3, padding=1), (3, 10, 10)) == 2 * 3 * 9 * 8 * 100
-    assert count_flops(nn.Sequential(nn.Flatten(), nn.Linear(300, 7)), (3, 10, 10)) == 2 * 300 * 7
+def test_operations_of_a_step_are_counted_from_what_runs(chain):
+    _, result = profile(chain, 500_000_000)
+    first, second = result.layers
+    conv = 2 * 3 * 9 * 32 * 32 * 32
+    head = 2 * 32 * 9 * 16 * 16 + 2 * 16 * 4 * 4
+    # forward and weight gradients; the head's input gradients too, but not the layer's
+    assert first.step_flops == 2 * conv + 3 * head
+    assert second.step_flops == 2 * (2 * 32 * 9 * 32 * 32 * 32) + 3 * (2 * 32 * 4)
 
 
 def test_step_seconds_between_and_beyond_the_measured_sizes():
@@ -86,7 +91,7 @@ def test_step_seconds_between_and_beyond_the_measured_sizes():
 
 def test_precision_falls_back_to_fp32_where_nothing_is_faster(chain):
     profiler = Profiler(make_meter(CPU, 10**9), CPU, 10**9, 16, 4)
-    chosen = profiler.choose_precision(chain, lambda k: make_head(chain, k, 4, 16, 0), Recipe())
+    chosen = profiler.choose_precision(chain, make_head(chain, 0, 4, 16, 0), Recipe())
     assert chosen.precision in ("fp32", "bf16")
     profiler.budget = 1000
-    assert profiler.choose_precision(chain, lambda k: make_head(chain, k, 4, 16, 0), Recipe()) == Recipe()
+    assert profiler.choose_precision(chain, make_head(chain, 0, 4, 16, 0), Recipe()) == Recipe()

@@ -28,22 +28,22 @@ class Numbers:
 class TestBatches:
     def test_every_row_once_and_in_order(self):
         order = np.random.default_rng(0).permutation(23)
-        seen = [(rows.flatten().tolist(), list(indices)) for rows, indices in Batches(Numbers(23), order, lambda: 5)]
+        seen = [(rows.flatten().tolist(), list(indices)) for rows, indices in Batches(Numbers(23), order, lambda _: 5)]
         assert [len(indices) for _, indices in seen] == [5, 5, 5, 5, 3]
         assert [k for _, indices in seen for k in indices] == list(order)
         assert all(rows == list(indices) for rows, indices in seen)
 
     def test_a_last_batch_below_the_smallest_is_left_out(self):
-        assert [len(i) for _, i in Batches(Numbers(11), np.arange(11), lambda: 5, smallest=2)] == [5, 5]
-        assert list(Batches(Numbers(1), np.arange(1), lambda: 5, smallest=2)) == []
+        assert [len(i) for _, i in Batches(Numbers(11), np.arange(11), lambda _: 5, smallest=2)] == [5, 5]
+        assert list(Batches(Numbers(1), np.arange(1), lambda _: 5, smallest=2)) == []
 
     def test_the_size_is_asked_for_every_batch(self):
         sizes = iter([2, 4, 8, 16])
-        assert [len(i) for _, i in Batches(Numbers(14), np.arange(14), lambda: next(sizes))] == [2, 4, 8]
+        assert [len(i) for _, i in Batches(Numbers(14), np.arange(14), lambda _: next(sizes))] == [2, 4, 8]
 
     def test_reading_runs_in_another_thread_which_ends(self):
         level = Numbers(10)
-        batches = iter(Batches(level, np.arange(10), lambda: 3))
+        batches = iter(Batches(level, np.arange(10), lambda _: 3))
         next(batches)
         batches.close()
         assert level.threads == {"read-ahead"}
@@ -53,7 +53,7 @@ class TestBatches:
         level = Numbers(10)
         level.read = lambda indices: (_ for _ in ()).throw(NeuroFluxError("broken image 7"))
         with pytest.raises(NeuroFluxError, match="broken image 7"):
-            list(Batches(level, np.arange(10), lambda: 3))
+            list(Batches(level, np.arange(10), lambda _: 3))
 
 
 class TestCachedLevel:

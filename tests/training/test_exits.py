@@ -8,7 +8,8 @@ import torch
 from neuroflux.errors import NeuroFluxError
 from neuroflux.inputs.chain import trace_chain
 from neuroflux.inputs.models import build_model
-from neuroflux.training.exits import Description, StreamlinedModel, choose_exit, layers_worth_training, load, make_head
+from neuroflux.planning.heads import make_head
+from neuroflux.training.exits import Description, StreamlinedModel, choose_exit, layers_worth_training, load
 
 
 @pytest.mark.parametrize(
