@@ -10,6 +10,12 @@ from neuroflux.errors import NeuroFluxError
 from neuroflux.planning.memory import format_bytes
 from neuroflux.planning.partitioner import Plan
 
+_MOVING = {
+    "inputs": "augment, normalise, copy to the device",
+    "waiting": "wait for data",
+    "reading": "read data (beside training)",
+}
+
 
 def table(header: list[str], rows: list[list[str]]) -> str:
     """Return a Markdown table whose columns are aligned, so that it also reads well on a terminal."""
@@ -41,7 +47,8 @@ def plan_table(plan: Plan) -> str:
         )
     count = len(plan.blocks)
     title = (
-        f"plan: {plan.model}, {len(plan.layers)} layers in {count} block{'s' * (count != 1)}; "
+        f"plan: {plan.model}, {len(plan.layers)} layer{'s' * (len(plan.layers) != 1)} "
+        f"in {count} block{'s' * (count != 1)}; "
         f"budget {format_bytes(plan.budget)}, predicted peak {format_bytes(plan.peak)}, "
         f"floor {format_bytes(plan.floor)} ({plan.floor_layer}); "
         f"{plan.precision}{' channels-last' if plan.channels_last else ''}; at most {_duration(plan.seconds)}; "
@@ -67,9 +74,9 @@ def render(summary: dict[str, Any]) -> str:
     images = summary["images"]
     test = summary["test_accuracy"]
     chosen = summary["chosen"]
-    total = sum(value for name, value in summary["seconds"].items() if name != "wait for data")
+    total = sum(summary["seconds"].values())
     lines = [
-        f"# {summary['model']} on {summary['data']}",
+        f"# {summary['model']} on {summary['data']}" + f" by {summary['method']}" * (summary["method"] != "neuroflux"),
         "",
         f"- **Budget** {budget['asked']} = {budget['bytes']:,} bytes; **measured peak** "
         f"{format_bytes(peak['measured'])} ({share:.0%} of it), predicted "
@@ -96,6 +103,10 @@ def render(summary: dict[str, Any]) -> str:
         "## Where the time went",
         "",
         _times(summary, total),
+        "",
+        "A pass over the training images, by what it is spent on:",
+        "",
+        _parts(summary),
         "",
     ]
     return "\n".join(lines)
@@ -136,14 +147,22 @@ def _exits(summary: dict[str, Any]) -> str:
 
 
 def _times(summary: dict[str, Any], total: float) -> str:
-    rows = [
-        [name, f"{value:.1f}", f"{value / total:.1%}"]
-        for name, value in summary["seconds"].items()
-        if name != "wait for data"
-    ]
-    waited = summary["seconds"].get("wait for data", 0.0)
-    rows.append(["(of training: waiting for data)", f"{waited:.1f}", f"{waited / total:.1%}"])
+    rows = [[name, f"{value:.1f}", f"{value / total:.1%}"] for name, value in summary["seconds"].items()]
     return table(["phase", "seconds", "share"], rows)
+
+
+def _parts(summary: dict[str, Any]) -> str:
+    """Return where a pass goes: each layer with its speed, and moving data (reading runs beside training)."""
+    rows = []
+    for number, block in enumerate(summary["blocks"], 1):
+        parts = block["parts"]
+        whole = sum(parts["layers"]) + parts["inputs"] + parts["waiting"]
+        for k, (seconds, speed) in enumerate(zip(parts["layers"], block["gigaflops"], strict=True)):
+            name = f"layer {block['first'] + k + 1} ({summary['layers'][block['first'] + k]})"
+            rows.append([str(number), name, f"{seconds:.2f}", f"{seconds / whole:.1%}", f"{speed:.1f}"])
+        for name, text in _MOVING.items():
+            rows.append([str(number), text, f"{parts[name]:.2f}", f"{parts[name] / whole:.1%}", ""])
+    return table(["block", "part", "s/pass", "share", "GFLOP/s"], rows)
 
 
 def read_summary(folder: Path) -> dict[str, Any]:

@@ -7,16 +7,32 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from tensorboard.compat.proto.event_pb2 import Event
 from torch.utils.tensorboard import SummaryWriter
+from torch.utils.tensorboard.summary import hparams
 
 from neuroflux.inputs.arrays import write_json
+from neuroflux.inputs.chain import Chain
+from neuroflux.inputs.datasets import Data
 from neuroflux.planning.memory import format_bytes
 from neuroflux.planning.partitioner import BlockPlan, Plan
+from neuroflux.results.figures import confusion_figure, mistakes_figure, pixels, plan_figure
+from neuroflux.results.graph import chain_graph
 from neuroflux.results.report import plan_table, render
 from neuroflux.training.block import Progress
 from neuroflux.training.checkpoint import BlockResult
 from neuroflux.training.observer import Observer
 
+_LAYOUT = {
+    "memory": {"peak against budget (MB)": ["Multiline", ["memory/peak MB", "memory/budget MB"]]},
+    "learning": {
+        "accuracy of every exit": ["Multiline", ["accuracy/exit-.*"]],
+        "loss of every layer": ["Multiline", ["loss/layer-.*"]],
+    },
+}
+# drawing a figure takes some megabytes, which count: it is left out in budgets below this
+_FIGURES = 40_000_000
 # scalars of single steps are written at most this often, in seconds
 _INTERVAL = 1.0
 
@@ -39,12 +55,17 @@ class Tracking(Observer):
         self._budget = 0
         self._mark = (0.0, 0)  # time and images of the last scalar
 
+    def opened(self, chain: Chain) -> None:
+        event = Event(graph_def=chain_graph(chain).SerializeToString())
+        self._writer._get_file_writer().add_event(event)
+
     def planned(self, plan: Plan) -> None:
         write_json(self._folder / "plan.json", plan.to_dict())
         self._budget = plan.budget
         self._writer.add_text("plan", plan_table(plan).replace("\n|", "\n\n|", 1))
-        layout = {"memory": {"peak against budget": ["Multiline", ["memory/peak MB", "memory/budget MB"]]}}
-        self._writer.add_custom_scalars(layout)
+        if self._budget >= _FIGURES:
+            self._writer.add_image("plan", pixels(plan_figure(plan)), dataformats="HWC")
+        self._writer.add_custom_scalars(_LAYOUT)
 
     def block_started(self, number: int, block: BlockPlan) -> None:
         self._first = block.first
@@ -87,17 +108,54 @@ class Tracking(Observer):
 
     def block_ended(self, number: int, result: BlockResult) -> None:
         self._writer.add_scalar("memory/peak of block MB", result.peak / 1e6, number)
+        parts = result.parts
+        whole = sum(parts["layers"]) + parts["inputs"] + parts["waiting"]
+        moving = (parts["inputs"] + parts["waiting"]) / whole if whole else 0.0
+        self._writer.add_scalar("speed/share of time moving data", moving, self._images)
         self._log(event="block", block=number, accuracies=result.accuracies, batch=result.batch, peak=result.peak)
 
     def note(self, text: str) -> None:
         self._log(event="note", text=text)
 
+    def tested(self, data: Data, predicted: np.ndarray) -> None:
+        if self._budget < _FIGURES:
+            return
+        self._writer.add_image("test/confusion matrix", pixels(confusion_figure(data, predicted)), dataformats="HWC")
+        mistakes = mistakes_figure(data, predicted)
+        if mistakes is not None:
+            self._writer.add_image("test/some mistakes", pixels(mistakes), dataformats="HWC")
+
     def finished(self, summary: dict[str, Any]) -> None:
         self._writer.add_text("report", render(summary))
         for k, accuracy in enumerate(summary["exits"], 1):
-            self._writer.add_scalar("accuracy/by depth", accuracy, k)
+            self._writer.add_scalar("by depth/accuracy", accuracy, k)
+        for block in summary["blocks"]:
+            measured = zip(block["parts"]["layers"], block["gigaflops"], strict=True)
+            for k, (seconds, speed) in enumerate(measured, block["first"] + 1):
+                self._writer.add_scalar("by depth/seconds per pass", seconds, k)
+                self._writer.add_scalar("by depth/GFLOP per second", speed, k)
+        self._add_hparams(summary)
         peak = format_bytes(summary["peak"]["measured"])
         self._log(event="end", test_accuracy=summary["test_accuracy"], peak=peak, chosen=summary["chosen"])
+
+    def _add_hparams(self, summary: dict[str, Any]) -> None:
+        """Put the run into the table of the HParams tab."""
+        settings = {name: summary[name] for name in ("model", "data", "method", "seed", "precision")}
+        settings["budget MB"] = summary["budget"]["bytes"] / 1e6
+        settings["batch"] = summary["blocks"][0]["batch"]
+        settings["train images"] = summary["images"]["train"]
+        metrics = {
+            "final/test accuracy": summary["test_accuracy"] or 0.0,
+            "final/validation accuracy": summary["val_accuracy"],
+            "final/seconds": summary["elapsed"],
+            "final/peak MB": summary["peak"]["measured"] / 1e6,
+            "final/million parameters": summary["parameters"]["model"] / 1e6,
+            "final/inference images per second": summary["images_per_second"]["model"],
+        }
+        for event in hparams(settings, metrics):
+            self._writer._get_file_writer().add_summary(event)
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, 0)
 
     def _log(self, **values: Any) -> None:
         values = {"seconds": round(time.monotonic() - self._start, 3), **values}

@@ -24,7 +24,7 @@ def play(stream):
     progress.planned(plan)
     progress.block_started(1, plan.blocks[0])
     for images in (50, 100):
-        progress.stepped(1, 1, Step(images, 100, 50, [2.0, 1.5], 30 * MB, 0.0))
+        progress.stepped(1, 1, Step(images, 100, 50, [2.0, 1.5], 30 * MB, 0.0, 0.0))
     progress.epoch_ended(1, 1, [0.4, 0.5], [2.0, 1.5], 3.0)
     progress.close()
     return stream.getvalue()
