@@ -42,7 +42,9 @@ class Config:
             that fit), checkpoint (activations computed again), compressed (activations kept in fewer bits), local
             (classic local learning).
         compression: What --method compressed keeps activations in.
-        epochs: Passes over the training images per block.
+        epochs: Passes over the training images that every layer learns for.
+        stagger: A layer of a block begins so many passes after the one before it, and thus learns from features that
+            are no longer new; 0 starts all at once.
         batch_limit: Largest batch size that a plan may use; for --method accumulate, the images of one update.
         lr: Highest learning rate for batches of 32; larger and smaller batches scale it by the square root (default:
             one that suits the method and the optimizer).
@@ -54,8 +56,7 @@ class Config:
         partitioner: How layers are grouped into blocks: exact (least predicted time) or greedy (the paper's rule).
         tolerance: The shallowest exit within this much of the best validation accuracy becomes the model.
         min_gain: Training stops when a block improves the best validation accuracy by less than this.
-        lookahead: A block starts with its first layers, and deeper ones join pass by pass, up to this many beyond the
-            best exit; a large number trains all of them from the start.
+        lookahead: Deeper layers of a block begin only up to this many beyond the best exit; a large number trains all.
         seed: Seed of everything random.
         device: auto, cpu, cuda, cuda:1, ...
         threads: CPU threads to compute with (default: all cores).
@@ -77,6 +78,7 @@ class Config:
     method: str = "neuroflux"
     compression: str = "int8"
     epochs: int = 5
+    stagger: int = 1
     batch_limit: int = 64
     lr: float | None = None
     optimizer: str = "sgd"
@@ -87,7 +89,7 @@ class Config:
     partitioner: str = "exact"
     tolerance: float = 0.005
     min_gain: float = 0.002
-    lookahead: int = 2
+    lookahead: int = 3
     seed: int = 0
     device: str = "auto"
     threads: int | None = None
@@ -105,7 +107,15 @@ class Config:
         parse_bytes(self.budget)
         for name, allowed in CHOICES.items():
             check_choice(name, getattr(self, name), allowed)
-        at_least = {"epochs": 1, "batch_limit": 2, "threads": 1, "image_size": 8, "seed": 0, "lookahead": 0}
+        at_least = {
+            "epochs": 1,
+            "batch_limit": 2,
+            "threads": 1,
+            "image_size": 8,
+            "seed": 0,
+            "lookahead": 0,
+            "stagger": 0,
+        }
         at_least |= {"limit_train": 2, "limit_val": 1, "limit_test": 1}
         for name, least in at_least.items():
             value = getattr(self, name)

@@ -39,7 +39,9 @@ class BlockPlan:
     Attributes:
         compact: whether each tensor is mapped by itself (less memory, slower; see `memory.set_allocator`).
         peak: predicted bytes at most.
-        epoch_seconds: predicted seconds of one pass over the training set.
+        passes: over the training set, at most: as many as every layer learns for, and until the last one has begun.
+        epoch_seconds: predicted seconds of one pass in which all layers learn.
+        seconds: predicted seconds to train it, if all its layers are.
         cache_bytes: what its outputs take on disk.
         cache_seconds: predicted seconds to write them.
     """
@@ -49,7 +51,9 @@ class BlockPlan:
     batch: int
     compact: bool
     peak: int
+    passes: int
     epoch_seconds: float
+    seconds: float
     cache_bytes: int
     cache_seconds: float
 
@@ -146,7 +150,8 @@ class Job:
 
     Attributes:
         preparation: bytes that opening the data and the model took at most; no budget can be smaller.
-        method: how the chain is trained (see `methods`); with `one_block` all its layers side by side.
+        method: how the chain is trained (see `methods`); with `one_block` all its layers are one block.
+        stagger: the passes after which the next layer of a block begins.
     """
 
     model: str
@@ -159,6 +164,7 @@ class Job:
     preparation: int = 0
     method: str = "neuroflux"
     one_block: bool = False
+    stagger: int = 0
 
 
 class Partitioner:
@@ -210,13 +216,21 @@ class Partitioner:
         read = self._input_bytes(first) / self.profile.disk_rate
         cache = 0 if last == len(self._layers) - 1 else _FEATURE_BYTES * elements(self._layers[last].output_shape)
         images = job.train_images + job.val_images
+        passes = job.epochs + job.stagger * (last - first)
+        # layers that have finished run forward until the last one has
+        finished = job.stagger * sum(
+            (last - index) * self._layers[index].forward_seconds for index in range(first, last + 1)
+        )
         return BlockPlan(
             first=first,
             last=last,
             batch=batch,
             compact=compact,
             peak=self.peak(first, last, batch, compact),
+            passes=passes,
             epoch_seconds=job.train_images * (per_image + read) + job.val_images * (forward + read),
+            seconds=job.train_images * (job.epochs * per_image + finished)
+            + passes * (images * read + job.val_images * forward),
             cache_bytes=cache * images,
             cache_seconds=images * (forward + read + cache / self.profile.disk_rate) if cache else 0.0,
         )
@@ -230,7 +244,7 @@ class Partitioner:
 
     def cost(self, block: BlockPlan) -> float:
         """Return the predicted seconds of training `block` and caching its outputs."""
-        return _START_UP + self.job.epochs * block.epoch_seconds + block.cache_seconds
+        return _START_UP + block.seconds + block.cache_seconds
 
     # --- which blocks ---
 

@@ -23,7 +23,7 @@ class Progress(Observer):
         self._budget = budget
         self._bar: tqdm[Any] | None = None
         self._plan: Plan | None = None
-        self._highest = 0
+        self._highest, self._passes, self._layers = 0, 0, 0
         self._started = 0.0
 
     def _print(self, text: str) -> None:
@@ -42,17 +42,19 @@ class Progress(Observer):
 
     def block_started(self, number: int, block: BlockPlan) -> None:
         self._close_bar()
-        self._highest, self._started = 0, time.monotonic()
+        self._highest, self._started, self._passes = 0, time.monotonic(), 0
+        self._layers = block.last - block.first + 1
 
     def stepped(self, number: int, epoch: int, progress: Step) -> None:
         assert self._plan is not None
-        self._highest = max(self._highest, progress.peak)
+        self._highest, self._passes = max(self._highest, progress.peak), progress.passes
         if not self._stream.isatty():
             return
         if self._bar is None:
-            total = progress.total * self._plan.epochs
+            total = progress.total * progress.passes
             title = f"block {number}/{len(self._plan.blocks)}"
             self._bar = tqdm(total=total, desc=title, unit="img", file=self._stream, dynamic_ncols=True, leave=True)
+        self._bar.total = progress.total * progress.passes
         memory = f"{format_bytes(self._highest)} of {format_bytes(self._budget)}"
         loss = f"{progress.losses[-1]:.3f}"
         self._bar.set_postfix(epoch=epoch, batch=progress.batch, loss=loss, peak=memory, refresh=False)
@@ -62,12 +64,12 @@ class Progress(Observer):
         self, number: int, epoch: int, accuracies: list[float], losses: list[float], seconds: float
     ) -> None:
         assert self._plan is not None
-        done = f"block {number}/{len(self._plan.blocks)} pass {epoch}/{self._plan.epochs}"
-        left = (time.monotonic() - self._started) / epoch * (self._plan.epochs - epoch)
+        done = f"block {number}/{len(self._plan.blocks)} pass {epoch}/{self._passes}"
+        left = (time.monotonic() - self._started) / epoch * (self._passes - epoch)
         self._print(
             f"{done}: {seconds:.1f} s, loss {losses[-1]:.3f}, validation accuracy by exit "
             f"{' '.join(f'{accuracy:.3f}' for accuracy in accuracies)}, peak {format_bytes(self._highest)}, "
-            f"block done in {left:.0f} s"
+            f"{left:.0f} s left{' or more' if len(accuracies) < self._layers else ''}"
         )
 
     def note(self, text: str) -> None:

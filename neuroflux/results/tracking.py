@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from pathlib import Path
 from typing import Any
@@ -79,7 +80,8 @@ class Tracking(Observer):
         self._written = now
         step = self._images + progress.images
         for offset, loss in enumerate(progress.losses):
-            self._writer.add_scalar(f"loss/layer-{self._first + offset + 1:02d}", loss, step)
+            if not math.isnan(loss):
+                self._writer.add_scalar(f"loss/layer-{self._first + offset + 1:02d}", loss, step)
         self._writer.add_scalar("memory/peak MB", progress.peak / 1e6, step)
         self._writer.add_scalar("memory/budget MB", self._budget / 1e6, step)
         self._writer.add_scalar("training/batch", progress.batch, step)
@@ -102,7 +104,7 @@ class Tracking(Observer):
             block=number,
             epoch=epoch,
             accuracies=accuracies,
-            losses=losses,
+            losses=[None if math.isnan(loss) else loss for loss in losses],
             epoch_seconds=round(seconds, 3),
         )
 

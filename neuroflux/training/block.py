@@ -1,4 +1,4 @@
-"""A block: consecutive layers that learn side by side, each from the loss of its own head."""
+"""A block: consecutive layers that learn one beside the other, each from the loss of its own head."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from neuroflux.training.cache import Batches, Level
 from neuroflux.training.guard import Guard
 from neuroflux.training.timing import Timing
 
-# the learning rate rises over this share of a block's training and then falls along half a cosine
+# the learning rate rises over this share of a layer's training and then falls along half a cosine
 _WARM_UP = 0.15
 # batch norm cannot train on one image when a map has a single pixel
 SMALLEST_BATCH = 2
@@ -29,7 +29,8 @@ class Progress:
 
     Attributes:
         images, total: images trained on in this epoch, and in a whole one.
-        losses: the local loss of every layer of the block.
+        losses: the local loss of every layer of the block that has begun; nan for those that have finished.
+        passes: how many passes the layers that have begun take in all.
         peak: the bytes that the step took at most.
         waited: seconds that this epoch has waited for data.
         reading: seconds that data were read for, beside training.
@@ -42,28 +43,43 @@ class Progress:
     peak: int
     waited: float
     reading: float
+    passes: int
 
 
 def rate(progress: float) -> float:
-    """Return the learning rate as a share of the highest one, `progress` (0..1) into the training of a block."""
+    """Return the learning rate as a share of the highest one, `progress` (0..1) into the training of a layer."""
     if progress < _WARM_UP:
         return max(progress, 0.005) / _WARM_UP
     return 0.5 * (1 + math.cos(math.pi * (progress - _WARM_UP) / (1 - _WARM_UP)))
 
 
+@dataclass
+class _Learner:
+    """A layer that has begun to learn, in pass `start` of its block; `trainer` is None once it has finished."""
+
+    trainer: ExitTrainer | None
+    start: int
+
+
 class Block:
     """Trains layers that follow each other; only inside `training` do they hold gradients and optimizer state.
 
+    Every layer learns for `epochs` passes over the data, from when it is started. One that has finished only runs
+    forward, as it will in the model.
+
     Attributes:
-        exits: the layers that learn, each with its head. Those of the plan that lie deeper wait until `grow`.
+        exits: the layers that have begun, each with its head. Those of the plan that lie deeper wait until `start`.
+        passes: how many passes have been made.
         timing: seconds of the parts of a training step: ``inputs``, and each layer by its place in the block.
     """
 
-    def __init__(self, exits: list[Exit], recipe: Recipe, device: torch.device) -> None:
+    def __init__(self, exits: list[Exit], recipe: Recipe, device: torch.device, epochs: int = 1) -> None:
         self.exits, self.recipe, self.device = exits, recipe, device
+        self.passes = 0
+        self._epochs = epochs
         self._planned = exits
         self._residence = Residence([*exits], device, recipe.memory_format)
-        self._trainers: list[ExitTrainer] = []
+        self._learners: list[_Learner] = []
         self.timing = Timing(device)
 
     @contextmanager
@@ -76,27 +92,55 @@ class Block:
             self._residence.store()
 
     @contextmanager
-    def training(self, count: int | None = None) -> Iterator[None]:
-        """Hold optimizers for the first `count` layers (default: all); the weights must be on the device."""
+    def training(self) -> Iterator[None]:
+        """Let layers learn that are started inside; the weights must be on the device."""
         self.exits = []
-        self.grow(len(self._planned) if count is None else count)
         try:
             yield
         finally:
-            for trainer in self._trainers:
-                trainer.close()
-            self._trainers = []
+            for learner in self._learners:
+                if learner.trainer is not None:
+                    learner.trainer.close()
+            self._learners = []
 
-    def grow(self, count: int) -> None:
-        """Let the first `count` layers learn, or all that there are; those that learn already go on."""
+    def start(self, count: int) -> None:
+        """Let the first `count` layers learn, or all that there are; those that have begun go on."""
         for exit in self._planned[len(self.exits) : count]:
-            self._trainers.append(ExitTrainer(exit, self.recipe, self.device))
+            self._learners.append(_Learner(ExitTrainer(exit, self.recipe, self.device), self.passes))
         self.exits = self._planned[: max(count, len(self.exits))]
+
+    @property
+    def last_pass(self) -> int:
+        """Return the pass after which all layers that have begun are finished."""
+        return max((learner.start + self._epochs for learner in self._learners), default=0)
+
+    @property
+    def learning(self) -> list[int]:
+        """Return the places of the layers that are learning."""
+        return [place for place, learner in enumerate(self._learners) if learner.trainer is not None]
+
+    def set_time(self, share: float) -> None:
+        """Set the learning rate of every layer to what suits it after `share` (0..1) of this pass."""
+        for learner in self._learners:
+            if learner.trainer is not None:
+                learner.trainer.optimizer.set_rate(rate((self.passes + share - learner.start) / self._epochs))
+
+    def end_pass(self) -> None:
+        """Apply gradients that wait for more of their kind (`Recipe.accumulate`), and finish layers that are done."""
+        self.passes += 1
+        for learner, exit in zip(self._learners, self.exits, strict=True):
+            if learner.trainer is None:
+                continue
+            learner.trainer.optimizer.flush()
+            if self.passes - learner.start >= self._epochs:
+                learner.trainer.close()
+                learner.trainer = None
+                exit.eval()
 
     def train_batch(
         self, level: Level, rows: torch.Tensor, labels: torch.Tensor, generator: torch.Generator
     ) -> list[float]:
-        """Train every layer on one batch: stored `rows` of `level`, labels (N,). Returns the loss of each layer.
+        """Train on one batch: stored `rows` of `level`, labels (N,). Returns the loss of each layer.
 
         A layer's graph is gone before the next layer runs, so the block's peak is that of its largest layer.
         """
@@ -105,21 +149,18 @@ class Block:
         labels = labels.to(self.device)
         self.timing.lap("inputs")
         losses = []
-        for number, trainer in enumerate(self._trainers):
-            features, loss = trainer.step(features, labels)
+        for number, learner in enumerate(self._learners):
+            if learner.trainer is not None:
+                features, loss = learner.trainer.step(features, labels)
+            else:
+                with torch.no_grad(), self.recipe.autocast(self.device):
+                    features, loss = (
+                        self.exits[number].layer(features),
+                        labels.new_tensor(math.nan, dtype=torch.float32),
+                    )
             losses.append(loss)
             self.timing.lap(str(number))
         return torch.stack(losses).tolist()
-
-    def end_pass(self) -> None:
-        """Apply gradients that wait for more of their kind (`Recipe.accumulate`)."""
-        for trainer in self._trainers:
-            trainer.optimizer.flush()
-
-    def set_rate(self, factor: float) -> None:
-        """Set the learning rate of all layers to `factor` times the recipe's."""
-        for trainer in self._trainers:
-            trainer.optimizer.set_rate(factor)
 
     @torch.no_grad()
     def features(self, features: torch.Tensor) -> torch.Tensor:
@@ -142,8 +183,9 @@ class Block:
                 for number, exit in enumerate(self.exits):
                     features, scores = exit(features)
                     right[number] += (scores.argmax(1) == labels).sum()
-        for exit in self.exits:
-            exit.train()
+        for learner in self._learners:
+            if learner.trainer is not None:
+                learner.trainer.exit.train()
         return [int(count) / max(1, len(level.labels)) for count in right]
 
     def input(self, level: Level, rows: torch.Tensor, generator: torch.Generator | None) -> torch.Tensor:
@@ -152,10 +194,8 @@ class Block:
         return features.contiguous(memory_format=self.recipe.memory_format) if features.ndim == 4 else features
 
 
-def train_epoch(
-    block: Block, level: Level, guard: Guard, epoch: int, epochs: int, generator: torch.Generator
-) -> Iterator[Progress]:
-    """Make one pass over `level`, number `epoch` of `epochs` (from 0), and say after every step how it went.
+def train_epoch(block: Block, level: Level, guard: Guard, generator: torch.Generator) -> Iterator[Progress]:
+    """Make one pass over `level` and say after every step how it went.
 
     Raises:
         NeuroFluxError: a loss is no longer finite.
@@ -171,14 +211,13 @@ def train_epoch(
     batches = Batches(level, order, size, SMALLEST_BATCH)
     done = 0
     for rows, indices in batches:
-        block.set_rate(rate((epoch + done / total) / epochs))
+        block.set_time(done / total)
         losses = block.train_batch(level, rows, torch.from_numpy(level.labels[indices]), generator)
         del rows
-        if not all(map(math.isfinite, losses)):
-            bad = next(k for k, loss in enumerate(losses) if not math.isfinite(loss))
+        bad = next((k for k in block.learning if not math.isfinite(losses[k])), None)
+        if bad is not None:
             raise NeuroFluxError(f"the loss of layer {bad + 1} of the block became {losses[bad]}; lower --lr")
         done += len(indices)
-        yield Progress(
-            done, total, len(indices), losses, guard.after_step(len(indices)), batches.waited, batches.reading
-        )
+        peak = guard.after_step(len(indices))
+        yield Progress(done, total, len(indices), losses, peak, batches.waited, batches.reading, block.last_pass)
     block.end_pass()

@@ -28,8 +28,8 @@ def choose_exit(accuracies: list[float], tolerance: float) -> int:
 def layers_worth_training(accuracies: list[float], lookahead: int) -> int:
     """Return how many layers of a block should learn, given the `accuracies` of the exits that do ([] at the start).
 
-    Depth grows only where it pays: `lookahead` layers beyond the best exit learn, since a deep exit learns later than
-    a shallow one, and more join when one of them becomes the best.
+    Depth grows only where it pays: up to `lookahead` layers beyond the best exit, since a deep exit learns later than
+    a shallow one, and further when one of them becomes the best.
     """
     best = accuracies.index(max(accuracies)) if accuracies else 1
     return best + 1 + lookahead

@@ -203,6 +203,7 @@ class Run:
             preparation=self._preparation,
             method=config.method,
             one_block=self.method.one_block,
+            stagger=0 if self.method.one_block else config.stagger,
             disk_limit=int(shutil.disk_usage(self.folder).free * 0.9),
         )
         return make_plan(profile, job, config.partitioner)
@@ -238,7 +239,7 @@ class Run:
             planned = self.plan.blocks[number - 1]
             self._tell("block_started", number, planned)
             exits = self._exits(planned)
-            block = Block(exits, self._rated(planned.batch), self.device)
+            block = Block(exits, self._rated(planned.batch), self.device, self.config.epochs)
             with block.on_device():
                 result = self._train_block(number, block, planned, levels)
                 results.append(result)
@@ -266,11 +267,14 @@ class Run:
 
         return [Exit(self.chain.layers[k], head(k)) for k in range(block.first, block.last + 1)]
 
-    def _depth(self, accuracies: list[float]) -> int:
-        """Return how many layers of a block should learn, given the `accuracies` of those that do."""
+    def _depth(self, block: Block, accuracies: list[float]) -> int:
+        """Return how many layers of `block` should have begun to learn, given the `accuracies` of those that have."""
         if self.method.one_block:
             return len(self.chain.layers)
-        return layers_worth_training(accuracies, self.config.lookahead)
+        worth, begun = layers_worth_training(accuracies, self.config.lookahead), len(block.exits)
+        if not self.config.stagger:
+            return worth
+        return min(worth, begun + 1) if block.passes % self.config.stagger == 0 else begun
 
     def _train_block(self, number: int, block: Block, planned: BlockPlan, levels: Levels) -> BlockResult:
         """Train one block for all its epochs and return how it went; its weights are then back at rest."""
@@ -280,31 +284,31 @@ class Run:
         torch.manual_seed(config.seed * 1000 + number)  # dropout
         guard = Guard(self.meter, config.budget_bytes, planned.batch, SMALLEST_BATCH, planned.compact)
         waited = reading = 0.0
-        with block.training(self._depth([])):
-            for epoch in range(config.epochs):
+        with block.training():
+            block.start(self._depth(block, []))
+            while block.passes < block.last_pass:
                 with self._phase("train", f"block {number}"):
                     start = time.perf_counter()
                     losses = np.zeros(len(block.exits))
-                    for progress in train_epoch(block, levels["train"], guard, epoch, config.epochs, generator):
+                    for progress in train_epoch(block, levels["train"], guard, generator):
                         losses += np.array(progress.losses) * progress.batch
                         result.peak = max(result.peak, progress.peak)
-                        self._tell("stepped", number, epoch + 1, progress)
+                        self._tell("stepped", number, block.passes + 1, progress)
                     waited, reading = waited + progress.waited, reading + progress.reading
                     result.epoch_seconds.append(time.perf_counter() - start)
                 with guard.paused():
                     self._evaluate(result, block, levels, guard.batch, progress)
                 means = list(losses / progress.images)
-                self._tell("epoch_ended", number, epoch + 1, result.accuracies, means, result.epoch_seconds[-1])
-                if epoch + 1 < config.epochs:
-                    block.grow(self._depth(result.accuracies))
+                self._tell("epoch_ended", number, block.passes, result.accuracies, means, result.epoch_seconds[-1])
+                block.start(self._depth(block, result.accuracies))
         if guard.shrunk:
             self._tell("note", f"block {number}: the batch was reduced to {guard.batch} to stay within the budget")
         result.batch = guard.batch
         images = len(levels["train"].labels)
         result.parts = {
             "inputs": images * block.timing.per_image("inputs"),
-            "waiting": waited / config.epochs,
-            "reading": reading / config.epochs,
+            "waiting": waited / block.passes,
+            "reading": reading / block.passes,
             "layers": [images * block.timing.per_image(str(k)) for k in range(len(block.exits))],
         }
         return result

@@ -45,7 +45,7 @@ def summarise(
         ],
         "planned_blocks": len(plan.blocks),
         "exits": [accuracy for result in results for accuracy in result.accuracies],
-        "curve": _curve(results, plan.epochs),
+        "curve": _curve(results),
         "seconds": {name: round(value, 3) for name, value in seconds.items()},
         "precision": plan.precision,
         "channels_last": plan.channels_last,
@@ -61,19 +61,19 @@ def _rates(flops: list[float], result: BlockResult, images: int) -> list[float]:
     return [flops[k] * images / taken / 1e9 if taken else 0.0 for k, taken in enumerate(layers)]
 
 
-def _curve(results: list[BlockResult], epochs: int) -> list[dict[str, Any]]:
+def _curve(results: list[BlockResult]) -> list[dict[str, Any]]:
     """Return, after every pass, the accuracy of the best exit so far (by validation) and when that was.
 
     Each has ``seconds`` and ``passes`` since the start, ``val``, and ``test`` where each pass was tested.
     """
-    points = []
+    points: list[dict[str, Any]] = []
     best: tuple[float, float | None] = (0.0, None)  # of finished blocks
-    for number, result in enumerate(results):
+    for result in results:
         here = best
-        for passed, point in enumerate(result.curve, 1):
+        for point in result.curve:
             index = max(range(len(point["val"])), key=point["val"].__getitem__)
             here = (point["val"][index], point["test"][index] if "test" in point else None)
             val, test = max(best, here, key=lambda pair: pair[0])
-            points.append({"seconds": point["seconds"], "passes": number * epochs + passed, "val": val, "test": test})
+            points.append({"seconds": point["seconds"], "passes": len(points) + 1, "val": val, "test": test})
         best = max(best, here, key=lambda pair: pair[0])
     return points

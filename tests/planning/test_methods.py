@@ -198,7 +198,7 @@ def test_every_method_knows_its_floor(options, method, capsys):
 
 def test_the_command_equals_a_loop_written_by_hand_on_the_same_batches(options, monkeypatch):
     seen, rates = [], []
-    original, set_rate = Block.train_batch, Block.set_rate
+    original, set_time = Block.train_batch, Block.set_time
 
     def recording(self, level, rows, labels, generator):
         state = generator.get_state()
@@ -207,7 +207,12 @@ def test_the_command_equals_a_loop_written_by_hand_on_the_same_batches(options, 
         return original(self, level, rows, labels, generator)
 
     monkeypatch.setattr(Block, "train_batch", recording)
-    monkeypatch.setattr(Block, "set_rate", lambda self, factor: (rates.append(factor), set_rate(self, factor))[1])
+
+    def timed(self, share):
+        rates.append(rate((self.passes + share) / 5))
+        set_time(self, share)
+
+    monkeypatch.setattr(Block, "set_time", timed)
     assert train([*options, "--out=run", "--method=backprop", "--epochs=5", "--lr=0.05"]) == 0
     assert len(seen) >= 20
     import mine

@@ -1,5 +1,7 @@
 """A block: local losses, freed graphs, and the rate."""
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -79,13 +81,14 @@ def test_a_step_equals_plain_pytorch():
 
 def test_all_layers_of_a_block_learn():
     exits, level = make_exits(), Images()
-    block = Block(exits, Recipe(lr=0.05), CPU)
+    block = Block(exits, Recipe(lr=0.05), CPU, 6)
     generator = torch.Generator().manual_seed(0)
     with block.on_device():
         with block.training():
+            block.start(2)
             losses = []
-            for epoch in range(6):
-                steps = list(train_epoch(block, level, FixedGuard(10), epoch, 6, generator))
+            while block.passes < block.last_pass:
+                steps = list(train_epoch(block, level, FixedGuard(10), generator))
                 losses.append(steps[-1].losses)
                 assert [step.images for step in steps] == [10, 20, 30, 40, 50, 60]
         assert min(block.accuracies(level, 7)) > 0.9
@@ -97,14 +100,55 @@ def test_a_layer_that_has_not_joined_yet_learns_nothing_and_has_no_exit():
     block = Block(exits, Recipe(lr=0.05), CPU)
     before = [p.detach().clone() for p in exits[1].parameters()]
     generator = torch.Generator().manual_seed(0)
-    with block.training(1):
-        (*_, last) = train_epoch(block, level, FixedGuard(10), 0, 2, generator)
+    with block.training():
+        block.start(1)
+        (*_, last) = train_epoch(block, level, FixedGuard(10), generator)
         assert len(last.losses) == len(block.accuracies(level, 10)) == 1
         assert all(torch.equal(a, b) for a, b in zip(before, exits[1].parameters(), strict=True))
-        block.grow(9)
-        (*_, last) = train_epoch(block, level, FixedGuard(10), 1, 2, generator)
+        block.start(9)
+        (*_, last) = train_epoch(block, level, FixedGuard(10), generator)
         assert len(last.losses) == len(block.accuracies(level, 10)) == 2
     assert not torch.equal(before[0], next(exits[1].parameters()))
+
+
+def test_a_layer_that_has_finished_only_runs_forward():
+    exits, level = make_exits(), Images()
+    block = Block(exits, Recipe(lr=0.05), CPU, 2)
+    generator = torch.Generator().manual_seed(0)
+    with block.training():
+        block.start(1)
+        list(train_epoch(block, level, FixedGuard(10), generator))
+        block.start(2)
+        assert block.last_pass == 3
+        list(train_epoch(block, level, FixedGuard(10), generator))
+        assert block.learning == [1]
+        block.accuracies(level, 10)
+        before = {k: v.clone() for k, v in exits[0].state_dict().items()}
+        (*_, last) = train_epoch(block, level, FixedGuard(10), generator)
+        assert math.isnan(last.losses[0])
+        assert math.isfinite(last.losses[1])
+    assert all(torch.equal(v, exits[0].state_dict()[k]) for k, v in before.items())  # statistics of norms as well
+
+
+def test_every_layer_has_the_whole_schedule_to_itself():
+    block, rates = Block(make_exits(), Recipe(lr=1.0), CPU, 4), []
+    with block.training():
+        block.start(1)
+        for _ in range(6):
+            block.set_time(0.5)
+            rates.append(
+                [
+                    learner.trainer and learner.trainer.optimizer._optimizers[0].param_groups[0]["lr"]
+                    for learner in block._learners
+                ]
+            )
+            block.end_pass()
+            if block.passes == 2:
+                block.start(2)
+    first = [r[0] for r in rates[:4]]
+    assert first == [r[1] for r in rates[2:]]
+    assert first == pytest.approx([rate((k + 0.5) / 4) for k in range(4)])
+    assert rates[4][0] is None
 
 
 def test_trained_weights_return_to_where_they_rested():
@@ -115,7 +159,8 @@ def test_trained_weights_return_to_where_they_rested():
     with block.on_device():
         assert [p.data_ptr() for p in exits[0].parameters()] != resting
         with block.training():
-            list(train_epoch(block, Images(), FixedGuard(10), 0, 1, torch.Generator().manual_seed(0)))
+            block.start(2)
+            list(train_epoch(block, Images(), FixedGuard(10), torch.Generator().manual_seed(0)))
     assert [p.data_ptr() for p in exits[0].parameters()] == resting
     assert not torch.equal(before[0], next(exits[0].parameters()))
 
@@ -133,15 +178,18 @@ def test_a_loss_that_is_not_finite_is_named():
     exits, level = make_exits(), Images()
     level.images[5] = float("nan")
     block = Block(exits, Recipe(), CPU)
-    with block.training(), pytest.raises(NeuroFluxError, match="layer 1 of the block became nan; lower --lr"):
-        list(train_epoch(block, level, FixedGuard(10), 0, 1, torch.Generator().manual_seed(0)))
+    with block.training():
+        block.start(2)
+        with pytest.raises(NeuroFluxError, match="layer 1 of the block became nan; lower --lr"):
+            list(train_epoch(block, level, FixedGuard(10), torch.Generator().manual_seed(0)))
 
 
 def test_a_last_batch_of_one_image_is_left_out():
     exits, level = make_exits(), Images(21)
     block = Block(exits, Recipe(), CPU)
     with block.training():
-        steps = list(train_epoch(block, level, FixedGuard(10), 0, 1, torch.Generator().manual_seed(0)))
+        block.start(2)
+        steps = list(train_epoch(block, level, FixedGuard(10), torch.Generator().manual_seed(0)))
     assert steps[-1].images == 20
 
 
