@@ -67,6 +67,8 @@ class Config:
         limit_val: Use only so many validation images.
         limit_test: Use only so many test images.
         test_each_pass: Measure test accuracy after every pass too, with the clock stopped; nothing is chosen by it.
+        profile_trace: Record a few steps of every block in the run folder's trace/, for chrome://tracing; its buffers
+            count as memory of the run.
         debug: Show the traceback of an error.
     """
 
@@ -100,6 +102,7 @@ class Config:
     limit_val: int | None = None
     limit_test: int | None = None
     test_each_pass: bool = False
+    profile_trace: bool = False
     debug: bool = False
 
     def check(self) -> None:

@@ -8,8 +8,10 @@ from pathlib import Path
 from neuroflux.config import Config, run_command
 from neuroflux.results.progress import Progress
 from neuroflux.results.report import write_report
+from neuroflux.results.trace import Trace
 from neuroflux.results.tracking import Tracking
 from neuroflux.training.folder import open_folder
+from neuroflux.training.observer import Observer
 from neuroflux.training.pipeline import Run
 
 
@@ -23,20 +25,27 @@ def train(config: Config) -> None:
         config.save(folder / "config.yaml")
     print(f"run folder: {folder}", flush=True)
     print(f"budget: {config.budget} = {config.budget_bytes:,} bytes", flush=True)
-    run = Run(config, folder, [tracking := Tracking(folder), progress := Progress(config.budget_bytes)])
+    observers: list[Observer] = [Tracking(folder), Progress(config.budget_bytes)]
+    if config.profile_trace:
+        observers.append(Trace(folder))
+    run = Run(config, folder, observers)
     try:
         run.prepare()
         run.train()
         write_report(folder)
         print(f"model, report and TensorBoard events: {folder}  (tensorboard --logdir {folder.parent})")
     except KeyboardInterrupt:
-        progress.close()
+        _close(observers)
         print(f"\nneuroflux: interrupted; {run.kept()}; continue with --resume --out {folder}", file=sys.stderr)
         raise SystemExit(130) from None
     finally:
-        tracking.close()
-        progress.close()
+        _close(observers)
         run.close()
+
+
+def _close(observers: list[Observer]) -> None:
+    for observer in observers:
+        observer.close()
 
 
 def _resumed(config: Config, folder: Path) -> Config:

@@ -80,7 +80,7 @@ class TestBothRules:
                 plan = make_plan(prof, job(int(floor * factor)), rule)
                 assert plan.peak <= floor * factor
 
-    @settings(max_examples=60, deadline=None)
+    @settings(max_examples=30, deadline=None)
     @given(seed=st.integers(0, 10**6), count=st.integers(2, 7), factors=st.lists(st.floats(1.0, 20.0), min_size=2))
     def test_more_budget_never_gives_a_slower_plan(self, rule, seed, count, factors):
         prof = profile(random_layers(seed, count))
@@ -141,6 +141,16 @@ def test_the_batch_is_the_smallest_that_is_nearly_as_fast_as_the_best():
     steep = [layer(step=0.1, second_per_image=1e-4)]  # every step costs much
     assert make_plan(profile(flat), job(10**9)).blocks[0].batch == 16
     assert make_plan(profile(steep), job(10**9)).blocks[0].batch == 64
+
+
+def test_layers_that_have_finished_and_run_on_are_counted():
+    together, staggered = (
+        Partitioner(profile(FALLING), job(10**9, stagger=stagger)).plan_block(0, 2, 10**9) for stagger in (0, 2)
+    )
+    assert staggered.passes == together.passes + 2 * 2
+    assert staggered.epoch_seconds == together.epoch_seconds
+    forward = [layer.forward_seconds for layer in profile(FALLING).layers]
+    assert staggered.seconds > together.seconds + job(10**9).train_images * (2 * 2 * forward[0] + 2 * forward[1])
 
 
 def test_exact_equals_brute_force():

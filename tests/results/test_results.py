@@ -72,7 +72,7 @@ def test_tensorboard_finds_curves_text_and_the_memory_chart(options):
     steps = [event.step for event in events.Scalars("accuracy/exit-01")]
     images = summary["images"]["train"]
     assert len(steps) == len(summary["curve"]) >= 2
-    assert all(images * k - 1 <= step <= images * k for k, step in enumerate(steps, 1))
+    assert all(images * k - k <= step <= images * k for k, step in enumerate(steps, 1))
     assert {"plan/text_summary", "report/text_summary"} <= set(tags["tensors"])
 
 
@@ -83,3 +83,11 @@ def test_metrics_have_a_line_for_every_pass(options):
     assert [line["epoch"] for line in lines if line["event"] == "pass"] == list(range(1, passes + 1))
     assert lines[-1]["event"] == "end"
     assert [line["seconds"] for line in lines] == sorted(line["seconds"] for line in lines)
+
+
+def test_a_trace_shows_what_runs_in_every_block(options, three_blocks):
+    more = ["--profile_trace", f"--plan={three_blocks}", "--min_gain=0", "--lookahead=9"]
+    assert train([*options, "--out=run", *more]) == 0
+    for number in (1, 2, 3):
+        events = json.loads(Path(f"run/trace/block-{number}.json").read_text())["traceEvents"]
+        assert any("convolution" in event.get("name", "") for event in events)
