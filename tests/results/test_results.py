@@ -71,7 +71,7 @@ def test_tensorboard_finds_curves_text_and_the_memory_chart(options):
     assert {"memory/peak MB", "memory/budget MB", "loss/layer-01", "accuracy/best exit"} <= set(tags["scalars"])
     steps = [event.step for event in events.Scalars("accuracy/exit-01")]
     images = summary["images"]["train"]
-    assert len(steps) == len(summary["curve"]) >= 2
+    assert len(steps) == len(summary["blocks"][0]["curve"]) >= 2
     assert all(images * k - k <= step <= images * k for k, step in enumerate(steps, 1))
     assert {"plan/text_summary", "report/text_summary"} <= set(tags["tensors"])
 
@@ -79,8 +79,9 @@ def test_tensorboard_finds_curves_text_and_the_memory_chart(options):
 def test_metrics_have_a_line_for_every_pass(options):
     assert train([*options, "--out=run"]) == 0
     lines = [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()]
-    passes = len(json.loads(Path("run/summary.json").read_text())["curve"])
-    assert [line["epoch"] for line in lines if line["event"] == "pass"] == list(range(1, passes + 1))
+    blocks = json.loads(Path("run/summary.json").read_text())["blocks"]
+    expected = [number for block in blocks for number in range(1, len(block["curve"]) + 1)]
+    assert [line["epoch"] for line in lines if line["event"] == "pass"] == expected
     assert lines[-1]["event"] == "end"
     assert [line["seconds"] for line in lines] == sorted(line["seconds"] for line in lines)
 
