@@ -109,9 +109,8 @@ def _run(cell: Cell, config: Config, folder: Path) -> None:
     shutil.rmtree(run, ignore_errors=True)
     run.parent.mkdir(parents=True, exist_ok=True)
     settings = run.with_suffix(".yaml")
-    replace(
-        config, method=cell.method, budget=cell.budget, seed=cell.seed, out=str(run), test_each_pass=True, resume=False
-    ).save(settings)
+    cell_config = replace(config, method=cell.method, budget=cell.budget, seed=cell.seed, out=str(run))
+    replace(cell_config, test_each_pass=True, fresh_profile=True, resume=False).save(settings)
     start = time.perf_counter()
     log = run.with_suffix(".log")
     with log.open("w", encoding="utf-8") as output:

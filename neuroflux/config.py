@@ -67,6 +67,7 @@ class Config:
         limit_val: Use only so many validation images.
         limit_test: Use only so many test images.
         test_each_pass: Measure test accuracy after every pass too, with the clock stopped; nothing is chosen by it.
+        fresh_profile: Measure the layers again, rather than plan from what an earlier run with the same settings measured.
         profile_trace: Record a few steps of every block in the run folder's trace/, for chrome://tracing; its buffers
             count as memory of the run.
         debug: Show the traceback of an error.
@@ -102,6 +103,7 @@ class Config:
     limit_val: int | None = None
     limit_test: int | None = None
     test_each_pass: bool = False
+    fresh_profile: bool = False
     profile_trace: bool = False
     debug: bool = False
 

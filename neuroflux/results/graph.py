@@ -19,10 +19,10 @@ def chain_graph(chain: Chain) -> GraphDef:
         scope = f"layer_{number:02d}_{_plain(name)}"
         inside, source = _inside(layer, scope, source)
         nodes += inside
-        nodes.append(_node(f"{scope}_output", "features", [source], chain.shapes[number - 1]))
-        source = f"{scope}_output"
+        nodes.append(_node(f"{scope}/output", "features", [source], chain.shapes[number - 1]))
+        source = f"{scope}/output"
         if number < len(chain.layers):
-            nodes.append(_node(f"head_{number:02d}", "auxiliary head", [source], ()))
+            nodes.append(_node(f"{scope}/head", "auxiliary head", [source], ()))
     inside, source = _inside(chain.classifier, "classifier", source)
     return GraphDef(node=[*nodes, *inside, _node("scores", "scores", [source], ())], versions=VersionDef(producer=22))
 

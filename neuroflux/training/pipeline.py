@@ -29,7 +29,8 @@ from neuroflux.planning.heads import head_width, make_head
 from neuroflux.planning.memory import Meter, make_meter, set_allocator
 from neuroflux.planning.methods import METHODS
 from neuroflux.planning.partitioner import BlockPlan, Job, Plan, make_plan
-from neuroflux.planning.profiler import Profiler, touch_code
+from neuroflux.planning.profiler import Profile, Profiler, touch_code
+from neuroflux.planning.profiles import fingerprint, load_profile, save_profile
 from neuroflux.planning.step import Exit, Recipe
 from neuroflux.training.block import SMALLEST_BATCH, Block, Progress, train_epoch
 from neuroflux.training.cache import CachedLevel, ImageLevel, Level, check_disk, measure_disk, write_level
@@ -185,14 +186,7 @@ class Run:
         return make_head(self.chain, index, self.inputs.classes, width, self.config.seed, kind)
 
     def _make_plan(self) -> Plan:
-        config, chain = self.config, self.inputs.chain
-        middle = make_head(chain, len(chain.layers) // 2, self.inputs.classes, 16, config.seed)
-        with self.meter.reading_files():  # code is mapped from its file when it first runs
-            touch_code(self.recipe, self.device)
-        profiler = Profiler(self.meter, self.device, config.budget_bytes, config.batch_limit, self.inputs.classes)
-        if config.precision == "auto":
-            self.recipe = profiler.choose_precision(chain, middle, self.recipe)
-        profile = profiler.profile(self.chain, self._head, self.recipe, disk_rate=measure_disk(self.folder))
+        config = self.config
         job = Job(
             model=self.inputs.name,
             budget=config.budget_bytes,
@@ -206,7 +200,26 @@ class Run:
             stagger=0 if self.method.one_block else config.stagger,
             disk_limit=int(shutil.disk_usage(self.folder).free * 0.9),
         )
-        return make_plan(profile, job, config.partitioner)
+        return make_plan(self._profile(), job, config.partitioner)
+
+    def _profile(self) -> Profile:
+        """Return what the layers cost: what an earlier run with these settings measured, or measured now."""
+        config, chain = self.config, self.inputs.chain
+        with self.meter.reading_files():  # code is mapped from its file when it first runs
+            touch_code(self.recipe, self.device)
+        settings = [config.budget_bytes, config.batch_limit, config.precision, self.inputs.classes, str(self.recipe)]
+        name = fingerprint(self.chain, self.device, method=config.method, settings=settings)
+        path = Path(config.data_root).expanduser() / "profiles" / f"{name}.json"
+        if not config.fresh_profile and (known := load_profile(path, self.chain)) is not None:
+            self._tell("note", f"planned from the profile of an earlier run; --fresh_profile measures again ({path})")
+            return known
+        profiler = Profiler(self.meter, self.device, config.budget_bytes, config.batch_limit, self.inputs.classes)
+        if config.precision == "auto":
+            middle = make_head(chain, len(chain.layers) // 2, self.inputs.classes, 16, config.seed)
+            self.recipe = profiler.choose_precision(chain, middle, self.recipe)
+        profile = profiler.profile(self.chain, self._head, self.recipe, disk_rate=measure_disk(self.folder))
+        save_profile(profile, path)
+        return profile
 
     def _follow(self, path: Path) -> Plan:
         """Return the plan in the file `path`, which must fit the model."""
