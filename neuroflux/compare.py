@@ -97,6 +97,7 @@ def _open(folder: Path, config: Config) -> None:
                     f"use the same settings, or another --out"
                 )
         path.write_text(yaml.safe_dump(settings, sort_keys=False), encoding="utf-8")
+        (folder / "comparison.md").unlink(missing_ok=True)  # of fewer runs, or others
     except OSError as error:
         raise NeuroFluxError(f"cannot write to {folder}: {error.strerror}; choose another --out") from error
 

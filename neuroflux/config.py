@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
@@ -67,7 +68,8 @@ class Config:
         limit_val: Use only so many validation images.
         limit_test: Use only so many test images.
         test_each_pass: Measure test accuracy after every pass too, with the clock stopped; nothing is chosen by it.
-        fresh_profile: Measure the layers again, rather than plan from what an earlier run with the same settings measured.
+        fresh_profile: Measure the layers again, rather than plan from what an earlier run with the same settings
+            measured.
         profile_trace: Record a few steps of every block in the run folder's trace/, for chrome://tracing; its buffers
             count as memory of the run.
         debug: Show the traceback of an error.
@@ -126,6 +128,11 @@ class Config:
             value = getattr(self, name)
             if value is not None and value < least:
                 raise NeuroFluxError(f"--{name} {value} is too small: it must be at least {least}")
+        at_most = {"seed": 10**9, "image_size": 4096, "threads": 4 * (os.cpu_count() or 1), "stagger": 1000}
+        for name, most in at_most.items():
+            value = getattr(self, name)
+            if value is not None and value > most:
+                raise NeuroFluxError(f"--{name} {value} is too large: it must be at most {most}")
         if self.lr is not None and not 0 < self.lr < float("inf"):
             raise NeuroFluxError(f"--lr {self.lr} makes no sense: it must be above 0")
         for name in ("weight_decay", "label_smoothing", "tolerance", "min_gain"):
@@ -185,6 +192,9 @@ def check_choice(name: str, value: str, allowed: Sequence[str]) -> None:
         raise NeuroFluxError(f"--{name} {value!r} is none of {', '.join(allowed)}{hint}")
 
 
+_SWITCHES = {field.name for field in fields(Config) if field.type == "bool"}
+
+
 class _Parser(jsonargparse.ArgumentParser):
     """Reports a bad command line in one line."""
 
@@ -199,7 +209,7 @@ def _nearest_flag(message: str) -> str:
     names = [field.name for field in fields(Config)]
     for word in words:
         near = difflib.get_close_matches(word.replace("-", "_"), names, n=1)
-        if word not in names and near:
+        if word.replace("-", "_") not in names and near:
             return f"; did you mean --{near[0]}?"
     return ""
 
@@ -222,7 +232,7 @@ def parse_with(
     if more is not None:
         parser.add_class_arguments(more)
     parser.add_class_arguments(Config, skip=without)
-    given = [_underscored(word) for word in arguments]
+    given = [_underscored(word) for word in _joined(arguments)]
     _check_files(given)
     values = parser.parse_args(given).as_dict()
     values.pop("config", None)
@@ -244,13 +254,28 @@ def _check_files(words: list[str]) -> None:
                 raise NeuroFluxError(f"cannot read the settings in {path}: {' '.join(str(error).split())}") from error
 
 
+def _joined(words: list[str]) -> list[str]:
+    """Return ``--flag value`` as one word where the value looks like a flag, or follows a switch."""
+    joined: list[str] = []
+    for word in words:
+        before = joined[-1] if joined else ""
+        switch = before.startswith("--") and "=" not in before and before[2:].replace("-", "_") in _SWITCHES
+        if (switch and word.lower() in ("true", "false")) or (
+            before.startswith("--") and "=" not in before and word[:1] == "-" and word[1:2].isdigit()
+        ):
+            joined[-1] = f"{before}={word}"
+        else:
+            joined.append(word)
+    return joined
+
+
 def _underscored(word: str) -> str:
     """Return ``--batch-limit=3`` as ``--batch_limit=3`` and the switch ``--resume`` as ``--resume=true``."""
     if not word.startswith("--"):
         return word
     flag, equals, value = word[2:].partition("=")
     flag = flag.replace("-", "_")
-    if not equals and any(field.name == flag and field.type == "bool" for field in fields(Config)):
+    if not equals and flag in _SWITCHES:
         return f"--{flag}=true"
     return f"--{flag}{equals}{value}"
 

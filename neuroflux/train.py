@@ -6,11 +6,12 @@ import sys
 from pathlib import Path
 
 from neuroflux.config import Config, run_command
+from neuroflux.errors import NeuroFluxError
 from neuroflux.results.progress import Progress
-from neuroflux.results.report import write_report
+from neuroflux.results.report import read_summary, render, write_report
 from neuroflux.results.trace import Trace
 from neuroflux.results.tracking import Tracking
-from neuroflux.training.folder import open_folder
+from neuroflux.training.folder import leave_nothing, open_folder
 from neuroflux.training.observer import Observer
 from neuroflux.training.pipeline import Run
 
@@ -23,6 +24,9 @@ def train(config: Config) -> None:
         config = _resumed(config, folder)
     else:
         config.save(folder / "config.yaml")
+    if config.resume and (folder / "summary.json").is_file():
+        print(f"{folder} is finished already:\n\n{render(read_summary(folder))}")
+        return
     print(f"run folder: {folder}", flush=True)
     print(f"budget: {config.budget} = {config.budget_bytes:,} bytes", flush=True)
     observers: list[Observer] = [Tracking(folder), Progress(config.budget_bytes)]
@@ -34,6 +38,10 @@ def train(config: Config) -> None:
         run.train()
         write_report(folder)
         print(f"model, report and TensorBoard events: {folder}  (tensorboard --logdir {folder.parent})")
+    except NeuroFluxError:
+        _close(observers)
+        leave_nothing(folder)
+        raise
     except KeyboardInterrupt:
         _close(observers)
         print(f"\nneuroflux: interrupted; {run.kept()}; continue with --resume --out {folder}", file=sys.stderr)

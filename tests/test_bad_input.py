@@ -61,6 +61,9 @@ def refused(main, arguments, capsys):
         ("--plan=missing.json", "cannot read the plan missing.json"),
         ("--resume", "holds no run to resume"),
         ("--image_size=2", "at least 8"),
+        ("--image_size=100000", "at most 4096"),
+        ("--seed=99999999999999999999", "at most 1000000000"),
+        ("--threads=9999", "too large"),
     ],
 )
 def test_a_bad_setting(options, capsys, flag, says):
@@ -181,3 +184,27 @@ def test_both_commands_name_the_floor(options, capsys, main):
 
 def test_evaluating_what_is_not_there(workplace, capsys):
     assert "holds no finished run" in refused(evaluate, ["nothing"], capsys)
+
+
+def test_a_value_that_looks_like_a_flag(options, capsys):
+    assert "'-5MB' is not a size" in refused(train, [*options, "--out=run", "--budget", "-5MB"], capsys)
+
+
+def test_a_refused_run_leaves_no_folder(options, capsys):
+    refused(train, [*options, "--budget=1KB"], capsys)
+    assert not any(Path("runs").iterdir())
+
+
+@pytest.mark.parametrize("content", ["{}", "[]", "{", "3"])
+def test_a_damaged_summary(options, capsys, content):
+    assert train([*options, "--out=run"]) == 0
+    Path("run/summary.json").write_text(content)
+    assert "summary.json" in refused(evaluate, ["run"], capsys)
+
+
+def test_resuming_a_finished_run_changes_nothing(options, capsys):
+    assert train([*options, "--out=run"]) == 0
+    before = Path("run/summary.json").read_bytes()
+    assert train(["--out=run", "--resume", "true"]) == 0
+    assert "finished already" in capsys.readouterr().out
+    assert Path("run/summary.json").read_bytes() == before

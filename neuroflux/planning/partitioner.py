@@ -9,6 +9,7 @@ from neuroflux.errors import BudgetTooSmall, NeuroFluxError
 from neuroflux.planning.memory import FAST_SHARE, format_bytes
 from neuroflux.planning.profiler import LayerProfile, Profile
 from neuroflux.planning.sizes import elements
+from neuroflux.planning.step import PRECISIONS
 
 # batches that a plan may use; between powers of two, one step more keeps less of the budget unused
 _GRID = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
@@ -29,6 +30,8 @@ _MARGIN_SHARE, _MARGIN_BYTES = 0.04, 4_000_000
 # batches in memory at once while one is trained on: being read, and waiting
 READ_AHEAD = 2
 _FEATURE_BYTES = 2  # cached features are fp16
+# what a plan that was edited may ask for at most
+_LARGEST_BATCH, _WIDEST = 65_536, 4096
 _START_UP = 0.3  # seconds: a block's weights, optimizer and first, smaller steps
 
 
@@ -109,12 +112,18 @@ class Plan:
                     f"plan: block {number} covers layers {block.first}..{block.last}, but should start at {expected} "
                     f"and end before {len(plan.layers)}; blocks follow each other without gaps"
                 )
-            if block.batch < 1:
-                raise NeuroFluxError(f"plan: block {number} has batch {block.batch}; it must be at least 1")
+            if not 2 <= block.batch <= _LARGEST_BATCH:
+                raise NeuroFluxError(
+                    f"plan: block {number} has batch {block.batch}; it must be from 2 to {_LARGEST_BATCH}"
+                )
             expected = block.last + 1
         for name in ("head_widths", "layer_flops"):
             if len(getattr(plan, name)) != len(plan.layers):
                 raise NeuroFluxError(f"plan: {len(getattr(plan, name))} {name} for {len(plan.layers)} layers")
+        if plan.precision not in PRECISIONS:
+            raise NeuroFluxError(f"plan: precision {plan.precision!r} is none of {', '.join(PRECISIONS)}")
+        if max(plan.head_widths, default=0) > _WIDEST:
+            raise NeuroFluxError(f"plan: a head width of {max(plan.head_widths)} is too large: at most {_WIDEST}")
         if not plan.blocks:
             raise NeuroFluxError("plan: it has no blocks")
         return plan
@@ -139,8 +148,8 @@ def _record(kind: type, values: Any, where: str) -> Any:
             allowed = checks.get(inner)
             if allowed and (not isinstance(item, allowed) or (isinstance(item, bool) and bool not in allowed)):
                 raise NeuroFluxError(f"{where}: the field {name!r} must be of type {annotation}, found {item!r}")
-            if isinstance(item, (int, float)) and item < 0:
-                raise NeuroFluxError(f"{where}: the field {name!r} must not be negative, found {item!r}")
+            if isinstance(item, (int, float)) and not 0 <= item < float("inf"):
+                raise NeuroFluxError(f"{where}: the field {name!r} must be a number from 0, found {item!r}")
     return kind(**values)
 
 

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 # fp16 gradients below 2^-24 are lost: the loss is scaled up, and gradients back down before they are applied
 _FP16_SCALE = 1024.0
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+PRECISIONS = tuple(_DTYPES)
 
 
 @dataclass(frozen=True)

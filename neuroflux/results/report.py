@@ -173,7 +173,10 @@ def read_summary(folder: Path) -> dict[str, Any]:
     """
     path = folder / "summary.json"
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        summary = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(summary, dict) or not {"evaluated_on", "eval_batch", "test_accuracy"} <= summary.keys():
+            raise ValueError("it is not the summary of a finished run")
+        return summary
     except FileNotFoundError as error:
         raise NeuroFluxError(f"{folder} holds no finished run ({path.name} is missing); train it first") from error
     except (OSError, ValueError) as error:

@@ -58,7 +58,9 @@ class Checkpoints:
         try:
             return [BlockResult(**result) for result in json.loads(path.read_text(encoding="utf-8"))["blocks"]]
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise NeuroFluxError(f"cannot read {path}: {error}; start the run again with another --out") from error
+            raise NeuroFluxError(
+                f"cannot read {path}: it is damaged ({type(error).__name__}); start the run again with another --out"
+            ) from error
 
     def save(self, modules: Sequence[nn.Module], results: list[BlockResult]) -> None:
         """Publish the weights of the block that `results` ends with; `modules` are its exits."""

@@ -147,8 +147,9 @@ def read_tensors(path: Path) -> dict[str, Any]:
     try:
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # torch raises many kinds for a damaged file
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise NeuroFluxError(f"cannot read {path}: {reason[:200]}") from error
+        raise NeuroFluxError(
+            f"cannot read {path}: it is damaged, or holds more than tensors and plain values ({type(error).__name__})"
+        ) from error
     if not isinstance(content, dict):
         raise NeuroFluxError(f"{path} is not a NeuroFlux file")
     return content

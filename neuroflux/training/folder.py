@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 
 from neuroflux.config import Config
@@ -38,3 +39,14 @@ def open_folder(config: Config, name: str) -> Path:
 
 def _holds_run(folder: Path) -> bool:
     return any((folder / name).exists() for name in ("config.yaml", "plan.json", "summary.json"))
+
+
+def leave_nothing(folder: Path) -> None:
+    """Delete what a run wrote to its folder before it had a plan; a run that has one is kept."""
+    if (folder / "plan.json").exists():
+        return
+    for path in [folder / "config.yaml", folder / "metrics.jsonl", *folder.glob("events.out.tfevents.*")]:
+        path.unlink(missing_ok=True)
+    shutil.rmtree(folder / "weights", ignore_errors=True)
+    if folder.is_dir() and not any(folder.iterdir()):
+        folder.rmdir()

@@ -190,12 +190,14 @@ def changed_block(**values):
         (changed(blocks="all"), "must be a list"),
         (changed(budget="512MB"), "'budget' must be of type int"),
         (changed(head_widths=[1]), "head_widths for"),
+        (changed(precision="fp8"), "is none of fp32"),
+        (changed(seconds=float("nan")), "must be a number from 0"),
         (changed(layer_flops=[1.0]), "layer_flops for"),
         (changed_block(first=1), "should start at 0"),
         (changed_block(last=99), "should start at 0 and end before"),
-        (changed_block(batch=0), "at least 1"),
+        (changed_block(batch=0), "must be from 2"),
         (changed_block(batch=True), "must be of type int"),
-        (changed_block(peak=-1), "must not be negative"),
+        (changed_block(peak=-1), "must be a number from 0"),
     ],
 )
 def test_a_damaged_plan_is_refused_by_field(values, message):
