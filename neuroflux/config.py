@@ -16,7 +16,7 @@ import yaml
 
 from neuroflux.errors import NeuroFluxError
 from neuroflux.planning.memory import parse_bytes
-from neuroflux.planning.methods import METHODS
+from neuroflux.planning.methods import METHODS, Method
 
 CHOICES = {
     "method": tuple(METHODS),
@@ -43,9 +43,13 @@ class Config:
             that fit), checkpoint (activations computed again), compressed (activations kept in fewer bits), local
             (classic local learning).
         compression: What --method compressed keeps activations in.
+        gradient_span: How many consecutive layers learn together from one head: layer (each from its own), a number,
+            or auto, as many as the budget allows; with a budget for everything that is backpropagation.
         epochs: Passes over the training images that every layer learns for.
         stagger: A layer of a block begins so many passes after the one before it, and thus learns from features that
             are no longer new; 0 starts all at once.
+        cache_views: How many randomly changed views of every training image a cache holds; more cost disk and the time
+            to write them, and blocks then learn from more than one form of an image.
         batch_limit: Largest batch size that a plan may use; for --method accumulate, the images of one update.
         lr: Highest learning rate for batches of 32; larger and smaller batches scale it by the square root (default:
             one that suits the method and the optimizer).
@@ -82,8 +86,10 @@ class Config:
     image_size: int | None = None
     method: str = "neuroflux"
     compression: str = "int8"
+    gradient_span: str = "layer"
     epochs: int = 5
     stagger: int = 1
+    cache_views: int = 1
     batch_limit: int = 64
     lr: float | None = None
     optimizer: str = "sgd"
@@ -122,28 +128,40 @@ class Config:
             "seed": 0,
             "lookahead": 0,
             "stagger": 0,
+            "cache_views": 1,
         }
         at_least |= {"limit_train": 2, "limit_val": 1, "limit_test": 1}
         for name, least in at_least.items():
             value = getattr(self, name)
             if value is not None and value < least:
                 raise NeuroFluxError(f"--{name} {value} is too small: it must be at least {least}")
-        at_most = {"seed": 10**9, "image_size": 4096, "threads": 4 * (os.cpu_count() or 1), "stagger": 1000}
+        at_most = {
+            "seed": 10**9,
+            "image_size": 4096,
+            "threads": 4 * (os.cpu_count() or 1),
+            "stagger": 1000,
+            "cache_views": 1000,
+        }
         for name, most in at_most.items():
             value = getattr(self, name)
             if value is not None and value > most:
                 raise NeuroFluxError(f"--{name} {value} is too large: it must be at most {most}")
         if self.lr is not None and not 0 < self.lr < float("inf"):
             raise NeuroFluxError(f"--lr {self.lr} makes no sense: it must be above 0")
+        if self.gradient_span not in ("layer", "auto") and not (
+            str(self.gradient_span).isascii() and str(self.gradient_span).isdecimal() and int(self.gradient_span) > 0
+        ):
+            raise NeuroFluxError(
+                f"--gradient_span {self.gradient_span!r} makes no sense: write layer, auto or a number of layers"
+            )
         for name in ("weight_decay", "label_smoothing", "tolerance", "min_gain"):
             if not 0 <= getattr(self, name) < 1:
                 raise NeuroFluxError(f"--{name} {getattr(self, name)} makes no sense: it must be in [0, 1)")
         self.torch_device()
 
-    @property
-    def highest_lr(self) -> float:
-        """Return the highest learning rate for batches of 32."""
-        return METHODS[self.method].lr[self.optimizer] if self.lr is None else self.lr
+    def highest_lr(self, method: Method, share: float) -> float:
+        """Return the highest learning rate for batches of 32: as set, or `share` of the one that suits `method`."""
+        return method.lr[self.optimizer] * share if self.lr is None else self.lr
 
     @property
     def budget_bytes(self) -> int:

@@ -199,3 +199,44 @@ def test_ctrl_c_ends_cleanly_and_says_what_was_kept(options):
     _, error = process.communicate(timeout=60)
     assert process.returncode == 130
     assert error.strip() == "neuroflux: interrupted; no block was finished yet; continue with --resume --out run"
+
+
+def spans(folder):
+    return json.loads((Path(folder) / "plan.json").read_text())["spans"]
+
+
+def test_with_room_for_everything_an_automatic_span_is_backpropagation(options):
+    assert train([*options, "--out=ours", "--gradient_span=auto", "--epochs=4"]) == 0
+    assert train([*options, "--out=theirs", "--method=backprop", "--epochs=4"]) == 0
+    assert spans("ours") == spans("theirs") == [4]
+    ours, theirs = neuroflux.load("ours").state_dict(), neuroflux.load("theirs").state_dict()
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)  # after 5 steps in each of 4 passes
+
+
+def test_spans_learn_together_and_end_in_one_exit(options):
+    assert train([*options, "--out=run", "--gradient_span=3", "--min_gain=0", "--tolerance=0"]) == 0
+    assert spans("run") == [3, 1]
+    result = summary("run")
+    assert len(result["exits"]) == 2
+    model = neuroflux.load("run")
+    assert len(model.layers) == [3, 4][result["chosen"]]
+    assert evaluate(["run"]) == 0
+
+
+def test_a_plan_with_spans_is_followed_and_resumed(options, tmp_path):
+    assert train([*options, "--out=first", "--gradient_span=2"]) == 0
+    plan = Path("first/plan.json")
+    assert train([*options, "--out=second", f"--plan={plan}"]) == 0
+    assert spans("second") == [2, 2]
+    values = json.loads(plan.read_text())
+    plan.write_text(json.dumps({**values, "spans": [2, 1]}))
+    assert train([*options, "--out=third", f"--plan={plan}"]) == 2
+
+
+def test_blocks_learn_from_several_views(options, three_blocks):
+    more = [f"--plan={three_blocks}", "--min_gain=0", "--lookahead=9", "--cache_views=3", "--augment=flip+crop"]
+    assert train([*options, *more, "--out=run"]) == 0
+    assert train([*options, *more, "--out=again"]) == 0
+    assert summary("run")["exits"] == summary("again")["exits"]
+    assert summary("run")["test_accuracy"] > 0.6

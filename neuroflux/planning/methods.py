@@ -6,7 +6,7 @@ through profile, plan, guard, data and steps, so that each has what the others h
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,6 +18,11 @@ from torch.utils.checkpoint import checkpoint
 from neuroflux.inputs.chain import Chain
 from neuroflux.planning.packing import packed_activations
 from neuroflux.planning.sizes import elements, inner_elements
+
+
+def held_elements(boundary: int, inner: Sequence[int]) -> float:
+    """Return the elements that a step through layers with `inner` elements holds for one image, their input counted."""
+    return float(boundary + sum(inner) + 2 * max(inner))
 
 
 class Whole(nn.Sequential):
@@ -32,7 +37,7 @@ class Whole(nn.Sequential):
         super().__init__(*layers)
         self.inner = [inner_elements(layer, shape) for layer, shape in zip(layers, shapes, strict=False)]
         self.boundaries = [elements(shape) for shape in shapes[:-1]]
-        self.step_elements = float(self.boundaries[0] + sum(self.inner) + 2 * max(self.inner))
+        self.step_elements = held_elements(self.boundaries[0], self.inner)
 
 
 class Checkpointed(Whole):
@@ -140,15 +145,34 @@ class Method:
     head: str = "adaptive"
     accumulate: bool = False
 
-    def chain(self, chain: Chain, compression: str) -> Chain:
-        """Return the chain that is trained: `chain` itself, or one of a single layer that holds all of them."""
-        if self.whole is None:
-            return chain
-        shapes = [chain.input_shape, *chain.shapes]
-        more = (compression,) if self.whole is Compressed else ()
-        layer = self.whole(chain.layers, shapes, *more)
-        name = f"{chain.names[0]}..{chain.names[-1]}"
-        return replace(chain, layers=[layer], names=[name], shapes=[chain.shapes[-1]])
+    def chain(self, chain: Chain, spans: list[int], compression: str) -> Chain:
+        """Return the chain that is trained: `spans[k]` consecutive layers of `chain` as its layer k."""
+        if self.whole is Compressed:
+            return join(chain, spans, partial(Compressed, kind=compression))
+        return join(chain, spans, self.whole or Whole)
+
+
+def join(chain: Chain, spans: list[int], kind: Callable[..., Whole] = Whole) -> Chain:
+    """Return `chain` with `spans[k]` consecutive layers as layer k: gradients flow through all of a span to one head.
+
+    Several layers become one of `kind`, and so does a single one of another kind than `Whole`.
+    """
+    layers: list[nn.Module] = []
+    names: list[str] = []
+    shapes: list[tuple[int, ...]] = []
+    first = 0
+    for span in spans:
+        last = first + span - 1
+        if span == 1 and kind is Whole:
+            layers.append(chain.layers[first])
+            names.append(chain.names[first])
+        else:
+            inside = [chain.layer_input_shape(index) for index in range(first, last + 2)]
+            layers.append(kind(chain.layers[first : last + 1], inside))
+            names.append(f"{chain.names[first]}..{chain.names[last]}")
+        shapes.append(chain.shapes[last])
+        first = last + 1
+    return replace(chain, layers=layers, names=names, shapes=shapes)
 
 
 _LOCAL = {"sgd": 0.05, "adamw": 0.002}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -16,7 +17,7 @@ _GRID = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768
 # larger batches only slow convergence: the smallest within this share of the best throughput is taken
 _ENOUGH = 0.97
 # smaller batches are noisy for batch norm, and are taken only where this one does not fit
-_GOOD_BATCH = 16
+GOOD_BATCH = 16
 # what kept heap memory takes in a block of several layers, over the most that one of them alone takes
 _KEPT_SHARE = 1.15
 # the paper's threshold: a layer joins a block while its largest batch is within this share of the block's
@@ -70,7 +71,8 @@ class Plan:
         floor_layer: what decides the floor, mostly a layer.
         seconds: predicted seconds to train all blocks, and to write and read their caches.
         disk: bytes of activation caches that exist at once, at most.
-        layers: the names of the chain's layers, and `head_widths` the filters of their heads.
+        layers: the names of the layers that learn, and `head_widths` the filters of their heads.
+        spans: how many of the model's own layers each of them holds (see `spans`).
         layer_flops: floating-point operations of a training step of each layer, for one image.
     """
 
@@ -88,6 +90,7 @@ class Plan:
     seconds: float
     disk: int
     layers: list[str]
+    spans: list[int]
     head_widths: list[int]
     layer_flops: list[float]
     blocks: list[BlockPlan]
@@ -117,9 +120,11 @@ class Plan:
                     f"plan: block {number} has batch {block.batch}; it must be from 2 to {_LARGEST_BATCH}"
                 )
             expected = block.last + 1
-        for name in ("head_widths", "layer_flops"):
+        for name in ("spans", "head_widths", "layer_flops"):
             if len(getattr(plan, name)) != len(plan.layers):
                 raise NeuroFluxError(f"plan: {len(getattr(plan, name))} {name} for {len(plan.layers)} layers")
+        if min(plan.spans, default=1) < 1:
+            raise NeuroFluxError("plan: a span of 0 layers makes no sense: at least 1")
         if plan.precision not in PRECISIONS:
             raise NeuroFluxError(f"plan: precision {plan.precision!r} is none of {', '.join(PRECISIONS)}")
         if max(plan.head_widths, default=0) > _WIDEST:
@@ -161,6 +166,8 @@ class Job:
         preparation: bytes that opening the data and the model took at most; no budget can be smaller.
         method: how the chain is trained (see `methods`); with `one_block` all its layers are one block.
         stagger: the passes after which the next layer of a block begins.
+        spans: how many of the model's own layers each layer holds; empty for one each.
+        views: how many views of every training image a cache holds.
     """
 
     model: str
@@ -174,6 +181,8 @@ class Job:
     method: str = "neuroflux"
     one_block: bool = False
     stagger: int = 0
+    spans: Sequence[int] = ()
+    views: int = 1
 
 
 class Partitioner:
@@ -204,7 +213,7 @@ class Partitioner:
         Best is the smallest that comes close to the highest throughput, not the largest that fits. Small means memory
         here, so that what more budget adds comes last: it is taken only where it is faster than all that was there.
         """
-        good = min(_GOOD_BATCH, self._grid[-1])
+        good = min(GOOD_BATCH, self._grid[-1])
         options = [
             (peak, self._step_seconds(first, last, batch, compact) / batch, batch, compact)
             for batch in self._grid
@@ -225,6 +234,7 @@ class Partitioner:
         read = self._input_bytes(first) / self.profile.disk_rate
         cache = 0 if last == len(self._layers) - 1 else _FEATURE_BYTES * elements(self._layers[last].output_shape)
         images = job.train_images + job.val_images
+        cached = job.views * job.train_images + job.val_images
         passes = job.epochs + job.stagger * (last - first)
         # layers that have finished run forward until the last one has
         finished = job.stagger * sum(
@@ -240,8 +250,8 @@ class Partitioner:
             epoch_seconds=job.train_images * (per_image + read) + job.val_images * (forward + read),
             seconds=job.train_images * (job.epochs * per_image + finished)
             + passes * (images * read + job.val_images * forward),
-            cache_bytes=cache * images,
-            cache_seconds=images * (forward + read + cache / self.profile.disk_rate) if cache else 0.0,
+            cache_bytes=cache * cached,
+            cache_seconds=cached * (forward + read + cache / self.profile.disk_rate) if cache else 0.0,
         )
 
     def _step_seconds(self, first: int, last: int, batch: int, compact: bool) -> float:
@@ -384,6 +394,7 @@ def assemble(
         seconds=sum(map(rule.cost, blocks)),
         disk=max(before + after for before, after in pairs),
         layers=[layer.name for layer in profile.layers],
+        spans=list(job.spans) or [1] * len(profile.layers),
         head_widths=[layer.head_width for layer in profile.layers],
         layer_flops=[layer.step_flops for layer in profile.layers],
         blocks=blocks,

@@ -202,6 +202,7 @@ def train_epoch(block: Block, level: Level, guard: Guard, generator: torch.Gener
         BudgetTooSmall: not even the smallest batch fits.
     """
     total = len(level.labels)
+    level.view = block.passes % level.views
     order = torch.randperm(total, generator=generator).numpy()
     together = block.recipe.accumulate or total
 

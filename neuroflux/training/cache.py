@@ -24,9 +24,15 @@ _LARGEST = 65504.0
 
 
 class Level(Protocol):
-    """The inputs of one block for one split: labels (n,), and rows that are read by index and made into features."""
+    """The inputs of one block for one split: labels (n,), and rows that are read by index and made into features.
+
+    Attributes:
+        views: how many stored rows there are of every image; `view` (0 .. views - 1) is the one that is read.
+    """
 
     labels: np.ndarray
+    views: int
+    view: int
 
     def read(self, indices: np.ndarray) -> torch.Tensor:
         """Return the stored rows at `indices`; runs beside training, in a thread of its own."""
@@ -42,6 +48,7 @@ class ImageLevel:
 
     def __init__(self, split: Split, preprocess: Preprocess, augmentation: str, device: torch.device) -> None:
         self.labels = split.labels
+        self.views, self.view = 1, 0
         self._split, self._preprocess, self._augmentation, self._device = split, preprocess, augmentation, device
 
     def read(self, indices: np.ndarray) -> torch.Tensor:
@@ -54,17 +61,18 @@ class ImageLevel:
 
 
 class CachedLevel:
-    """Level k: one view of every image, as the finished blocks before it put it out."""
+    """Level k: one view or several of every image, as the finished blocks before it put them out, view after view."""
 
     def __init__(self, path: Path, labels: np.ndarray, flip: bool, device: torch.device) -> None:
         self.labels = labels
         self.array = ArrayFile(path)
-        if len(self.array) != len(labels):
+        self.views, self.view = max(1, len(self.array) // max(1, len(labels))), 0
+        if len(self.array) != self.views * len(labels):
             raise NeuroFluxError(f"{path} holds {len(self.array)} images instead of {len(labels)}; delete it")
         self._flip, self._device = flip, device
 
     def read(self, indices: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(self.array.read(indices))
+        return torch.from_numpy(self.array.read(indices + self.view * len(self.labels)))
 
     def features(self, rows: torch.Tensor, generator: torch.Generator | None) -> torch.Tensor:
         features = rows.to(self._device, non_blocking=True).float()
@@ -133,14 +141,26 @@ class Batches:
 
 
 def write_level(
-    path: Path, level: Level, forward: Callable[[torch.Tensor], torch.Tensor], batch: int, shape: tuple[int, ...]
+    path: Path,
+    level: Level,
+    forward: Callable[[torch.Tensor], torch.Tensor],
+    batch: int,
+    shape: tuple[int, ...],
+    views: int = 1,
+    generator: torch.Generator | None = None,
 ) -> None:
-    """Write the outputs of `forward` over all rows of `level` to the array `path` of rows `shape`, as fp16."""
+    """Write the outputs of `forward` over all rows of `level` to the array `path` of rows `shape`, as fp16.
+
+    Of several `views`, each comes from one that `level` holds, or is an image changed at random by `generator`.
+    """
+    changed = generator if views > 1 and level.views == 1 else None
     with ArrayWriter(path, shape, np.float16) as writer:
-        for rows, _ in Batches(level, np.arange(len(level.labels)), lambda _: batch):
-            output = forward(level.features(rows, None))
-            output = output.float().clamp(-_LARGEST, _LARGEST)
-            writer.append(output.to(torch.float16).cpu().contiguous().numpy())
+        for view in range(views):
+            level.view = view % level.views
+            for rows, _ in Batches(level, np.arange(len(level.labels)), lambda _: batch):
+                output = forward(level.features(rows, changed))
+                output = output.float().clamp(-_LARGEST, _LARGEST)
+                writer.append(output.to(torch.float16).cpu().contiguous().numpy())
 
 
 def check_disk(folder: Path, needed: int) -> None:

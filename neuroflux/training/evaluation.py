@@ -33,6 +33,7 @@ class _Rows:
 
     def __init__(self, split: Split) -> None:
         self.labels, self.read = split.labels, split.read
+        self.views, self.view = 1, 0
 
     def features(self, rows: torch.Tensor, generator: torch.Generator | None) -> torch.Tensor:
         return rows

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from neuroflux.config import Config
-from neuroflux.errors import NeuroFluxError
+from neuroflux.errors import BudgetTooSmall, NeuroFluxError
 from neuroflux.inputs.arrays import ArrayFile, write_json
 from neuroflux.inputs.chain import Chain, trace_chain
 from neuroflux.inputs.datasets import Data, Split, open_data
@@ -28,9 +28,10 @@ from neuroflux.inputs.preprocess import Preprocess
 from neuroflux.planning.heads import head_width, make_head
 from neuroflux.planning.memory import Meter, make_meter, set_allocator
 from neuroflux.planning.methods import METHODS
-from neuroflux.planning.partitioner import BlockPlan, Job, Plan, make_plan
+from neuroflux.planning.partitioner import GOOD_BATCH, BlockPlan, Job, Plan, make_plan
 from neuroflux.planning.profiler import Profile, Profiler, touch_code
 from neuroflux.planning.profiles import fingerprint, load_profile, save_profile
+from neuroflux.planning.spans import equal_spans, longest_spans, rate_share
 from neuroflux.planning.step import Exit, Recipe
 from neuroflux.training.block import SMALLEST_BATCH, Block, Progress, train_epoch
 from neuroflux.training.cache import CachedLevel, ImageLevel, Level, check_disk, measure_disk, write_level
@@ -43,6 +44,8 @@ from neuroflux.training.summary import summarise
 
 # the batch for which the learning rate is meant (see Config.lr)
 _RATE_BATCH = 32
+# tensor sizes say less than what a step takes: the longest spans are tried for these shares of the budget in turn
+_SPAN_SHARES = (0.9, 0.6, 0.4, 0.2)
 
 
 # a level of the activation cache, by split: train, val, and test where each pass is tested
@@ -115,7 +118,7 @@ class Run:
         self.seconds: dict[str, float] = {}
         self.recipe = Recipe(
             optimizer=config.optimizer,
-            lr=config.highest_lr,
+            lr=config.highest_lr(self.method, 1.0),
             weight_decay=config.weight_decay,
             label_smoothing=config.label_smoothing,
             precision="fp32" if config.precision == "auto" else config.precision,
@@ -168,13 +171,12 @@ class Run:
             mapped = sum(t.numel() * t.element_size() for t in tensors) if self.device.type == "cpu" else 0
             # the weights were written to mapped files, which the meter cannot tell from a peak while they are new
             self._preparation = self.meter.highest = max(0, self.meter.highest - mapped)
-            self.chain = self.method.chain(self.inputs.chain, self.config.compression)
             self.augmentation = self.inputs.data.augment if self.config.augment == "auto" else self.config.augment
         self._tell("opened", self.inputs.chain)
         if self.config.plan:
             self.plan = self._follow(Path(self.config.plan))
         else:
-            with self._phase("profile", f"{len(self.chain.layers)} layers"):
+            with self._phase("profile", f"{len(self.inputs.chain.layers)} layers"):
                 self.plan = self._make_plan()
         self.recipe = replace(self.recipe, precision=self.plan.precision, channels_last=self.plan.channels_last)
         self._tell("planned", self.plan)
@@ -186,7 +188,32 @@ class Run:
         return make_head(self.chain, index, self.inputs.classes, width, self.config.seed, kind)
 
     def _make_plan(self) -> Plan:
+        """Return the plan with the longest spans that fit the budget with a good batch, or with the shortest."""
+        *choices, last = self._span_choices()
+        for spans in choices:
+            try:
+                plan = self._plan_with(spans)
+            except BudgetTooSmall:
+                continue
+            if all(block.batch >= min(GOOD_BATCH, self.config.batch_limit) for block in plan.blocks):
+                return plan
+        return self._plan_with(last)
+
+    def _span_choices(self) -> list[list[int]]:
+        """Return what `Config.gradient_span` allows, the longest spans first."""
+        chain, wanted = self.inputs.chain, self.config.gradient_span
+        count = len(chain.layers)
+        if self.method.whole:
+            return [[count]]
+        if wanted != "auto":
+            return [equal_spans(count, 1 if wanted == "layer" else int(wanted))]
+        room = self.config.budget_bytes - self.meter.current()
+        found = [longest_spans(chain, room * share, self.recipe.states) for share in _SPAN_SHARES]
+        return [spans for k, spans in enumerate([*found, [1] * count]) if spans not in found[:k]]
+
+    def _plan_with(self, spans: list[int]) -> Plan:
         config = self.config
+        self.chain = self.method.chain(self.inputs.chain, spans, config.compression)
         job = Job(
             model=self.inputs.name,
             budget=config.budget_bytes,
@@ -198,6 +225,8 @@ class Run:
             method=config.method,
             one_block=self.method.one_block,
             stagger=0 if self.method.one_block else config.stagger,
+            spans=spans,
+            views=config.cache_views,
             disk_limit=int(shutil.disk_usage(self.folder).free * 0.9),
         )
         return make_plan(self._profile(), job, config.partitioner)
@@ -227,13 +256,16 @@ class Run:
             plan = Plan.from_dict(json.loads(path.read_text(encoding="utf-8")))
         except (OSError, ValueError) as error:
             raise NeuroFluxError(f"cannot read the plan {path}: {error}") from error
-        names = self.chain.names
         if plan.method != self.config.method:
             raise NeuroFluxError(f"the plan {path} is for --method {plan.method}, not {self.config.method}")
-        if plan.layers != names:
+        layers = len(self.inputs.chain.layers)
+        if sum(plan.spans) == layers:
+            self.chain = self.method.chain(self.inputs.chain, plan.spans, self.config.compression)
+        if sum(plan.spans) != layers or plan.layers != self.chain.names:
             raise NeuroFluxError(
-                f"the plan {path} was made for other layers ({len(plan.layers)}, {plan.layers[0]}..) than "
-                f"{self.inputs.name} has ({len(names)}, {names[0]}..); make it with the same --model and --data"
+                f"the plan {path} was made for other layers ({sum(plan.spans)}, {plan.layers[0]}..) than "
+                f"{self.inputs.name} has ({layers}, {self.inputs.chain.names[0]}..); "
+                f"make it with the same --model and --data"
             )
         return plan
 
@@ -252,7 +284,7 @@ class Run:
             planned = self.plan.blocks[number - 1]
             self._tell("block_started", number, planned)
             exits = self._exits(planned)
-            block = Block(exits, self._rated(planned.batch), self.device, self.config.epochs)
+            block = Block(exits, self._rated(planned), self.device, self.config.epochs)
             with block.on_device():
                 result = self._train_block(number, block, planned, levels)
                 results.append(result)
@@ -268,10 +300,14 @@ class Run:
         self._tell("finished", summary)
         return summary
 
-    def _rated(self, batch: int) -> Recipe:
-        """Return the recipe with the learning rate that suits batches of `batch` images."""
-        images = self.recipe.accumulate or batch
-        return replace(self.recipe, lr=self.recipe.lr * (images / _RATE_BATCH) ** 0.5)
+    def _rated(self, block: BlockPlan) -> Recipe:
+        """Return the recipe with the learning rate that suits the batches of `block`, and the spans of its layers."""
+        images = self.recipe.accumulate or block.batch
+        span = max(self.plan.spans[block.first : block.last + 1])
+        everything = span == len(self.inputs.chain.layers)
+        method = METHODS["backprop"] if everything else self.method
+        share = 1.0 if everything else rate_share(span)
+        return replace(self.recipe, lr=self.config.highest_lr(method, share) * (images / _RATE_BATCH) ** 0.5)
 
     def _exits(self, block: BlockPlan) -> list[Exit]:
         def head(index: int) -> nn.Module:
@@ -373,7 +409,9 @@ class Run:
         self.meter.release()
         for name, level in levels.items():
             with self._clock_stopped() if name == "test" else self._phase("cache", f"block {number}"):
-                write_level(folder / f"{name}.npy", level, block.features, batch, shape)
+                views = self.config.cache_views if name == "train" else 1
+                generator = torch.Generator().manual_seed(self.config.seed * 1000 + number)
+                write_level(folder / f"{name}.npy", level, block.features, batch, shape, views, generator)
         self.meter.peak()
         shutil.rmtree(self.folder / "cache" / f"level-{number - 1}", ignore_errors=True)
         return self._cached(number)
@@ -452,7 +490,7 @@ class Run:
         data, layers = self.inputs.data, list(self.inputs.chain.layers)
         description = Description(
             model=self.inputs.name,
-            layers=len(layers) if self.method.whole else chosen + 1,
+            layers=sum(self.plan.spans[: chosen + 1]),
             width=self.plan.head_widths[chosen],
             classes=list(data.classes),
             shape=list(data.shape),

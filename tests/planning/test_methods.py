@@ -53,7 +53,8 @@ def model(name="straight"):
 
 def whole(method, net):
     """Return the chain that `method` makes of `net`, in double precision, since training enlarges rounding."""
-    chain = METHODS[method].chain(trace_chain(net, (3, 16, 16)), "int8")
+    chain = trace_chain(net, (3, 16, 16))
+    chain = METHODS[method].chain(chain, [len(chain.layers)], "int8")
     net.double()
     return chain
 

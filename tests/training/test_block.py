@@ -30,6 +30,7 @@ class Images:
     def __init__(self, count=60):
         generator = torch.Generator().manual_seed(1)
         self.labels = np.arange(count) % 3
+        self.views, self.view = 1, 0
         self.images = torch.randn(count, 3, 8, 8, generator=generator) + torch.from_numpy(self.labels).view(-1, 1, 1, 1)
 
     def read(self, indices):

@@ -15,6 +15,7 @@ class Numbers:
 
     def __init__(self, count):
         self.labels = np.arange(count) % 3
+        self.views, self.view = 1, 0
         self.threads = set()
 
     def read(self, indices):
@@ -22,7 +23,7 @@ class Numbers:
         return torch.from_numpy(indices).float().view(-1, 1, 1, 1)
 
     def features(self, rows, generator):
-        return rows
+        return rows if generator is None else rows + 100 * torch.rand(len(rows), 1, 1, 1, generator=generator)
 
 
 class TestBatches:
@@ -81,6 +82,27 @@ class TestCachedLevel:
         assert (level.features(rows, None) == torch.arange(4.0)).all()
         first = level.features(rows, torch.Generator().manual_seed(0))[:, 0, 0, 0]
         assert set(first.tolist()) == {0.0, 3.0}
+
+    def test_each_view_is_drawn_anew_and_the_next_level_follows_it(self, tmp_path):
+        def read(level, view):
+            level.view = view
+            return level.features(level.read(np.arange(10)), None).flatten().tolist()
+
+        draw = torch.Generator().manual_seed(0)
+        write_level(tmp_path / "1.npy", Numbers(10), lambda rows: rows, 4, (1, 1, 1), 3, draw)
+        first = CachedLevel(tmp_path / "1.npy", np.zeros(10), True, torch.device("cpu"))
+        assert first.views == 3
+        views = [read(first, view) for view in range(3)]
+        assert len({tuple(view) for view in views}) == 3
+        write_level(tmp_path / "2.npy", first, lambda rows: rows * 2, 4, (1, 1, 1), 3, draw)
+        second = CachedLevel(tmp_path / "2.npy", np.zeros(10), True, torch.device("cpu"))
+        for view in range(3):
+            assert read(second, view) == pytest.approx([2 * value for value in views[view]], rel=1e-2)
+
+    def test_one_view_is_the_image_unchanged(self, tmp_path):
+        write_level(tmp_path / "1.npy", Numbers(10), lambda rows: rows, 4, (1, 1, 1), 1, torch.Generator())
+        level = CachedLevel(tmp_path / "1.npy", np.zeros(10), False, torch.device("cpu"))
+        assert level.read(np.arange(10)).flatten().tolist() == list(range(10))
 
     def test_another_number_of_labels_is_refused(self, tmp_path):
         with pytest.raises(NeuroFluxError, match="10 images instead of 9"):
