@@ -15,12 +15,14 @@ import torch
 import yaml
 
 from neuroflux.errors import NeuroFluxError
+from neuroflux.planning.losses import LOSSES
 from neuroflux.planning.memory import parse_bytes
 from neuroflux.planning.methods import METHODS, Method
 
 CHOICES = {
     "method": tuple(METHODS),
     "compression": ("int8", "bf16"),
+    "local_loss": tuple(LOSSES),
     "partitioner": ("exact", "greedy"),
     "optimizer": ("sgd", "adamw"),
     "precision": ("auto", "fp32", "bf16", "fp16"),
@@ -39,6 +41,9 @@ class Config:
         data: digits (embedded), a torchvision data set by name (cifar10, mnist, ...), an image folder, or an .npz file.
         data_root: Folder for downloaded and converted data sets.
         image_size: Side of the square images that a folder's images are brought to (default: theirs, or their median).
+        init: Trained weights to start from: a file of tensors, the folder of an earlier run, or torchvision:DEFAULT (or
+            torchvision:ResNet18_Weights.IMAGENET1K_V1, ...); matched by name and shape.
+        freeze: So many first layers keep their weights; what they put out is cached once.
         method: How to train: neuroflux, or to compare with it backprop, accumulate (gradients added up over batches
             that fit), checkpoint (activations computed again), compressed (activations kept in fewer bits), local
             (classic local learning).
@@ -55,10 +60,14 @@ class Config:
             one that suits the method and the optimizer).
         optimizer: sgd (with Nesterov momentum) or adamw.
         weight_decay: Weight decay of convolution and linear weights.
+        local_loss: What layers learn by: pred (cross-entropy), sim (features as alike as their labels are), or predsim
+            (both).
         label_smoothing: Label smoothing of the local losses.
         augment: Random changes of training images; auto is what suits the data set.
         precision: What to compute in; auto measures which is faster here.
         partitioner: How layers are grouped into blocks: exact (least predicted time) or greedy (the paper's rule).
+        finetune: Passes in which the chosen model is trained end to end at the end, where the budget allows it; undone
+            where that does not raise its validation accuracy.
         tolerance: The shallowest exit within this much of the best validation accuracy becomes the model.
         min_gain: Training stops when a block improves the best validation accuracy by less than this.
         lookahead: Deeper layers of a block begin only up to this many beyond the best exit; a large number trains all.
@@ -67,7 +76,7 @@ class Config:
         threads: CPU threads to compute with (default: all cores).
         plan: A plan.json to follow instead of making one.
         out: Run folder (default: runs/MODEL-DATA-BUDGET).
-        resume: Go on with the run in the run folder, after its last finished block.
+        resume: Go on with the run in the run folder, after its last finished pass.
         limit_train: Use only so many training images.
         limit_val: Use only so many validation images.
         limit_test: Use only so many test images.
@@ -84,6 +93,8 @@ class Config:
     data: str = "digits"
     data_root: str = "~/.cache/neuroflux"
     image_size: int | None = None
+    init: str | None = None
+    freeze: int = 0
     method: str = "neuroflux"
     compression: str = "int8"
     gradient_span: str = "layer"
@@ -94,12 +105,14 @@ class Config:
     lr: float | None = None
     optimizer: str = "sgd"
     weight_decay: float = 5e-4
+    local_loss: str = "pred"
     label_smoothing: float = 0.0
     augment: str = "auto"
     precision: str = "auto"
     partitioner: str = "exact"
+    finetune: int = 0
     tolerance: float = 0.005
-    min_gain: float = 0.002
+    min_gain: float = 0.005
     lookahead: int = 3
     seed: int = 0
     device: str = "auto"
@@ -129,6 +142,8 @@ class Config:
             "lookahead": 0,
             "stagger": 0,
             "cache_views": 1,
+            "freeze": 0,
+            "finetune": 0,
         }
         at_least |= {"limit_train": 2, "limit_val": 1, "limit_test": 1}
         for name, least in at_least.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from pathlib import Path
 
@@ -33,6 +34,7 @@ def train(config: Config) -> None:
     if config.profile_trace:
         observers.append(Trace(folder))
     run = Run(config, folder, observers)
+    before = signal.signal(signal.SIGTERM, _terminated)
     try:
         run.prepare()
         run.train()
@@ -42,13 +44,23 @@ def train(config: Config) -> None:
         _close(observers)
         leave_nothing(folder)
         raise
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as stop:
         _close(observers)
-        print(f"\nneuroflux: interrupted; {run.kept()}; continue with --resume --out {folder}", file=sys.stderr)
-        raise SystemExit(130) from None
+        how, code = ("terminated", 143) if isinstance(stop, Terminated) else ("interrupted", 130)
+        print(f"\nneuroflux: {how}; {run.kept()}; continue with --resume --out {folder}", file=sys.stderr)
+        raise SystemExit(code) from None
     finally:
+        signal.signal(signal.SIGTERM, before)
         _close(observers)
         run.close()
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM: what batch schedulers and services send before they kill."""
+
+
+def _terminated(*_: object) -> None:
+    raise Terminated
 
 
 def _close(observers: list[Observer]) -> None:

@@ -186,19 +186,113 @@ def test_a_written_plan_is_the_plan_that_is_followed(options):
     assert summary("b")["blocks"][0]["batch"] == 5
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="POSIX signals")
-def test_ctrl_c_ends_cleanly_and_says_what_was_kept(options):
-    command = [sys.executable, "-m", "neuroflux.train", *options, "--out=run", "--epochs=500"]
+def weights(folder):
+    return torch.load(f"{folder}/model.pt", weights_only=True)["weights"]
+
+
+def assert_same(first, second):
+    assert weights(first).keys() == weights(second).keys()
+    assert all(torch.equal(weights(first)[name], weights(second)[name]) for name in weights(first))
+    assert summary(first)["exits"] == summary(second)["exits"]
+
+
+@pytest.mark.parametrize("count", range(1, 8))
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_a_run_stopped_after_any_pass_ends_as_one_that_was_not(options, three_blocks, monkeypatch, count, optimizer):
+    from neuroflux.training.checkpoint import Checkpoints
+
+    fixed = [*options, f"--plan={three_blocks}", "--min_gain=0", "--lookahead=9", "--epochs=3", "--augment=flip+crop"]
+    fixed.append(f"--optimizer={optimizer}")
+    assert train([*fixed, "--out=whole"]) == 0
+    left, original = [count], Checkpoints.save_pass
+
+    def save(self, *values):
+        original(self, *values)
+        left[0] -= 1
+        if not left[0]:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Checkpoints, "save_pass", save)
+    with pytest.raises(SystemExit):
+        train([*fixed, "--out=run"])
+    assert train(["--out=run", "--resume"]) == 0
+    assert_same("whole", "run")
+    assert not Path("run/checkpoints/pass.pt").exists()
+
+
+def test_backpropagation_goes_on_after_its_last_pass_too(options, monkeypatch):
+    from neuroflux.training.checkpoint import Checkpoints
+
+    for method in ("backprop", "accumulate"):
+        fixed = [*options, f"--method={method}", "--epochs=3"]
+        assert train([*fixed, f"--out=whole-{method}"]) == 0
+        with monkeypatch.context() as patch:
+            original = Checkpoints.save_pass
+
+            def save(self, *values, original=original):
+                original(self, *values)
+                raise KeyboardInterrupt
+
+            patch.setattr(Checkpoints, "save_pass", save)
+            with pytest.raises(SystemExit):
+                train([*fixed, f"--out=run-{method}"])
+        assert train([f"--out=run-{method}", "--resume"]) == 0
+        assert_same(f"whole-{method}", f"run-{method}")
+
+
+def test_a_damaged_pass_is_trained_again(options, monkeypatch, capsys):
+    from neuroflux.training.pipeline import Run
+
+    assert train([*options, "--out=whole"]) == 0
+    original = Run._evaluate
+
+    def evaluate_once(self, result, block, *rest):
+        if block.passes == 2:
+            raise KeyboardInterrupt
+        original(self, result, block, *rest)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Run, "_evaluate", evaluate_once)
+        with pytest.raises(SystemExit):
+            train([*options, "--out=run"])
+    Path("run/checkpoints/pass.pt").write_bytes(b"not a file of tensors")
+    capsys.readouterr()
+    assert train(["--out=run", "--resume"]) == 0
+    assert "block 1 starts again" in capsys.readouterr().out
+    assert_same("whole", "run")
+
+
+def stopped_by(how, options, folder):
+    """Return (exit code, what it says) of a run that `how` was sent to after its second pass."""
+    command = [sys.executable, "-m", "neuroflux.train", *options, f"--out={folder}"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(neuroflux.__file__).parents[1])])}
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
     assert process.stdout is not None
     for line in process.stdout:
-        if "pass 1/" in line:
-            process.send_signal(signal.SIGINT)
+        if "pass 2/" in line:
+            process.send_signal(how)
             break
     _, error = process.communicate(timeout=60)
-    assert process.returncode == 130
-    assert error.strip() == "neuroflux: interrupted; no block was finished yet; continue with --resume --out run"
+    return process.returncode, error.strip()
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="POSIX signals")
+@pytest.mark.parametrize(("how", "code", "word"), [("SIGINT", 130, "interrupted"), ("SIGTERM", 143, "terminated")])
+def test_a_signal_ends_a_run_cleanly_and_it_says_what_was_kept(options, how, code, word):
+    returned, error = stopped_by(getattr(signal, how), [*options, "--epochs=500"], "run")
+    assert returned == code
+    assert error.startswith(f"neuroflux: {word}; kept: block 1 up to pass ")
+    assert error.endswith("; continue with --resume --out run")
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="POSIX signals")
+def test_a_killed_run_ends_as_one_that_was_not(options):
+    more = [*options, "--epochs=30"]
+    assert train([*more, "--out=whole"]) == 0
+    code, _ = stopped_by(signal.SIGKILL, [*more, "--plan=whole/plan.json"], "run")
+    assert code == -signal.SIGKILL
+    assert train(["--out=run", "--resume"]) == 0
+    assert_same("whole", "run")
 
 
 def spans(folder):
@@ -240,3 +334,116 @@ def test_blocks_learn_from_several_views(options, three_blocks):
     assert train([*options, *more, "--out=again"]) == 0
     assert summary("run")["exits"] == summary("again")["exits"]
     assert summary("run")["test_accuracy"] > 0.6
+
+
+def test_a_run_starts_from_the_weights_of_an_earlier_one(options, capsys):
+    assert train([*options, "--out=first", "--epochs=6"]) == 0
+    capsys.readouterr()
+    assert train([*options, "--out=second", "--init=first", "--epochs=1", "--lr=0.0001", "--seed=1"]) == 0
+    text = capsys.readouterr().out
+    assert "started from first: " in text
+    assert train([*options, "--out=third", "--epochs=1", "--lr=0.0001", "--seed=1"]) == 0
+    first = neuroflux.load("first").state_dict()["layers.0.0.0.weight"]
+    near, far = (neuroflux.load(run).state_dict()["layers.0.0.0.weight"] for run in ("second", "third"))
+    assert (near - first).abs().max() < 0.01 < (far - first).abs().max()
+
+
+def test_frozen_layers_keep_weights_and_statistics_and_run_once(options, capsys):
+    import mine
+
+    before = mine.make(3)
+    for module in before.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.running_mean.add_(0.1)
+    torch.save(before.state_dict(), "before.pth")
+    more = ["--init=before.pth", "--freeze=2", "--epochs=3", "--min_gain=0", "--lookahead=9", "--tolerance=0"]
+    for method in ("neuroflux", "backprop"):
+        assert train([*options, *more, f"--out={method}", f"--method={method}"]) == 0
+        assert "started from before.pth: 26 of 26 tensors" in capsys.readouterr().out
+        after = {name.split(".", 2)[2]: tensor for name, tensor in weights(method).items() if name[0] == "l"}
+        frozen = [name for name in after if name.startswith(("0.", "1."))]
+        assert len(frozen) == 14
+        assert all(torch.equal(before.state_dict()[name], after[name]) for name in frozen)
+        assert not torch.equal(before.state_dict()["2.0.weight"], after["2.0.weight"])
+    plan = Plan.from_dict(json.loads(Path("neuroflux/plan.json").read_text()))
+    assert (plan.blocks[0].last, plan.blocks[0].passes) == (1, 0)
+    result = summary("neuroflux")
+    assert result["exits"][:2] == [0.0, 0.0]
+    assert result["chosen"] >= 2
+    assert "frozen" in Path("neuroflux/report.md").read_text()
+
+
+def test_a_run_with_frozen_layers_is_resumed(options, capsys, monkeypatch):
+    more = ["--freeze=1", "--min_gain=0", "--lookahead=9"]
+    assert train([*options, *more, "--out=whole"]) == 0
+
+    from neuroflux.training.pipeline import Run
+
+    def stop(self, *_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Run, "_train_block", stop)
+        with pytest.raises(SystemExit):
+            train([*options, *more, "--out=broken"])
+    assert train(["--out=broken", "--resume"]) == 0
+    assert summary("broken")["exits"] == summary("whole")["exits"]
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (["--freeze=4"], "--freeze 4 leaves nothing to train"),
+        (["--freeze=-1"], "--freeze -1 is too small"),
+        (["--init=nowhere.pth"], "there is no file nowhere.pth"),
+        (["--init=data.npz"], "cannot read data.npz"),
+        (["--init=torchvision:DEFAULT"], "torchvision has no such weights"),
+        (["--init=torchvision:ResNet18_Weights.NOTHING"], "torchvision has no such weights"),
+        (["--gradient_span=0"], "--gradient_span '0' makes no sense"),
+        (["--gradient_span=some"], "write layer, auto or a number"),
+        (["--cache_views=0"], "--cache_views 0 is too small"),
+    ],
+)
+def test_nonsense_is_one_line(options, capsys, more, said):
+    assert train([*options, *more, "--out=run"]) == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert len(error.strip().splitlines()) == 1
+
+
+def test_the_chosen_model_is_tuned_end_to_end_and_kept_only_if_better(options, capsys):
+    more = ["--epochs=1", "--lr=0.005", "--tolerance=0"]
+    assert train([*options, *more, "--out=plain"]) == 0
+    assert train([*options, *more, "--out=tuned", "--finetune=6"]) == 0
+    plain, tuned = summary("plain"), summary("tuned")
+    assert tuned["exits"] == plain["exits"]
+    assert len(tuned["finetuned"]["epoch_seconds"]) == 6
+    assert tuned["val_accuracy"] == tuned["finetuned"]["accuracies"][0] > plain["val_accuracy"]
+    assert "**Fine-tuning**: 6 passes" in Path("tuned/report.md").read_text()
+    assert evaluate(["tuned"]) == 0
+    assert f"test accuracy {tuned['test_accuracy']:.4f}" in capsys.readouterr().out
+    assert train([*options, "--epochs=6", "--out=best"]) == 0
+    assert train([*options, "--epochs=6", "--out=worse", "--finetune=1"]) == 0
+    if summary("worse")["finetuned"]["accuracies"][0] <= summary("best")["val_accuracy"]:
+        assert_same("best", "worse")
+        assert "it was undone" in Path("worse/report.md").read_text()
+
+
+def test_fine_tuning_is_stopped_and_resumed_like_a_block(options, monkeypatch):
+    from neuroflux.training.checkpoint import Checkpoints
+
+    fixed = [*options, "--finetune=3", "--epochs=1", "--lr=0.005"]
+    assert train([*fixed, "--out=whole"]) == 0
+    original, plan = Checkpoints.save_pass, Plan.from_dict(json.loads(Path("whole/plan.json").read_text()))
+
+    def save(self, number, state):
+        original(self, number, state)
+        if number > len(plan.blocks):
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Checkpoints, "save_pass", save)
+        with pytest.raises(SystemExit):
+            train([*fixed, "--out=run"])
+    assert train(["--out=run", "--resume"]) == 0
+    assert_same("whole", "run")

@@ -68,7 +68,7 @@ def build_model(name: str, *, num_classes: int, in_channels: int, image_size: in
         return _small_vgg(SMALL_VGG[name], num_classes, in_channels, image_size)
     if image_size < LARGE_IMAGE and name in SMALL_RESNET:
         return _small_resnet(name, num_classes, in_channels)
-    own_name = _torchvision_name(name)
+    own_name = torchvision_name(name)
     # auxiliary classifiers are backpropagation's own remedy; a chain has a head on every layer
     options = {"aux_logits": False, "init_weights": False} if own_name in ("googlenet", "inception_v3") else {}
     return torchvision.models.get_model(own_name, weights=None, num_classes=num_classes, **options)
@@ -86,7 +86,7 @@ def input_channels(name: str, image_size: int, in_channels: int) -> int:
         native = "in_channels" in _signature(name, _load_factory(name)).parameters
         remedy = "give the factory an in_channels parameter"
     else:
-        _torchvision_name(name)
+        torchvision_name(name)
         native = image_size < LARGE_IMAGE and (name in SMALL_VGG or name in SMALL_RESNET)
         remedy = "use a factory of your own (package.module:factory)"
     if native:
@@ -229,7 +229,7 @@ def _small_resnet(name: str, num_classes: int, in_channels: int) -> nn.Module:
     return model
 
 
-def _torchvision_name(name: str) -> str:
+def torchvision_name(name: str) -> str:
     """Return torchvision's own name for `name`: `vgg16` (large) -> `vgg16_bn`, `torchvision:vgg16` -> `vgg16`."""
     models = torchvision.models.list_models(module=torchvision.models)
     own_name = name.removeprefix("torchvision:")

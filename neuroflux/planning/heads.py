@@ -32,9 +32,16 @@ class AuxiliaryHead(nn.Module):
         self.pool = nn.AdaptiveAvgPool2d(outer) if outer != inner else nn.Identity()
         self.linear = nn.Linear(width * outer[0] * outer[1], classes)
 
+    def embed(self, features: torch.Tensor) -> torch.Tensor:
+        """Return what the head's conv makes of a layer's output."""
+        return self.conv(self.shrink(features))
+
+    def classify(self, embedded: torch.Tensor) -> torch.Tensor:
+        """Return the class scores for what `embed` returned."""
+        return self.linear(self.pool(torch.relu_(self.norm(embedded))).flatten(1))
+
     def forward(self, features: torch.Tensor) -> torch.Tensor:
-        scores = torch.relu_(self.norm(self.conv(self.shrink(features))))
-        return self.linear(self.pool(scores).flatten(1))
+        return self.classify(self.embed(features))
 
 
 class ClassicHead(nn.Module):
@@ -52,8 +59,16 @@ class ClassicHead(nn.Module):
         self.pool = nn.AdaptiveAvgPool2d(outer)
         self.linear = nn.Linear(width * outer[0] * outer[1], classes)
 
+    def embed(self, features: torch.Tensor) -> torch.Tensor:
+        """Return what the head's conv makes of a layer's output."""
+        return self.conv(features)
+
+    def classify(self, embedded: torch.Tensor) -> torch.Tensor:
+        """Return the class scores for what `embed` returned."""
+        return self.linear(self.pool(torch.relu_(self.norm(embedded))).flatten(1))
+
     def forward(self, features: torch.Tensor) -> torch.Tensor:
-        return self.linear(self.pool(torch.relu_(self.norm(self.conv(features)))).flatten(1))
+        return self.classify(self.embed(features))
 
 
 HEADS = {"adaptive": AuxiliaryHead, "classic": ClassicHead}

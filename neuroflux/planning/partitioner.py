@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from neuroflux.errors import BudgetTooSmall, NeuroFluxError
@@ -168,6 +168,7 @@ class Job:
         stagger: the passes after which the next layer of a block begins.
         spans: how many of the model's own layers each layer holds; empty for one each.
         views: how many views of every training image a cache holds.
+        frozen: so many first layers only run forward, once: they are a block of their own.
     """
 
     model: str
@@ -183,6 +184,7 @@ class Job:
     stagger: int = 0
     spans: Sequence[int] = ()
     views: int = 1
+    frozen: int = 0
 
 
 class Partitioner:
@@ -280,6 +282,8 @@ class Partitioner:
             last = len(self._layers) - 1
             return max(self.job.preparation, self.peak(0, last, self._grid[0])), "all layers side by side"
         peaks = [self.peak(index, index, self._grid[0]) for index in range(len(self._layers))]
+        if self.job.frozen:
+            peaks[0] = self.peak(0, self.job.frozen - 1, self._grid[0])
         worst = max(range(len(peaks)), key=peaks.__getitem__)
         if self.job.preparation > peaks[worst]:
             return self.job.preparation, "(opening the data and the model)"
@@ -289,10 +293,13 @@ class Partitioner:
 
     def exact(self) -> list[BlockPlan]:
         """Return the blocks with the least predicted time: dynamic programming over the cut points."""
-        count = len(self._layers)
-        best: list[tuple[float, list[BlockPlan]]] = [(0.0, []), *((float("inf"), []) for _ in range(count))]
-        for end in range(1, count + 1):
-            for start in range(end):
+        count, frozen = len(self._layers), self.job.frozen
+        best: list[tuple[float, list[BlockPlan]]] = [(float("inf"), []) for _ in range(count + 1)]
+        if (start_from := self._frozen(self.job.budget)) is None:
+            return []
+        best[frozen] = (0.0, start_from)
+        for end in range(frozen + 1, count + 1):
+            for start in range(frozen, end):
                 block = self.plan_block(start, end - 1, self.job.budget)
                 if block is None or not self._fits_disk(best[start][1], block):
                     continue
@@ -300,6 +307,13 @@ class Partitioner:
                 if seconds < best[end][0]:
                     best[end] = (seconds, [*best[start][1], block])
         return best[count][1]
+
+    def _frozen(self, budget: int) -> list[BlockPlan] | None:
+        """Return the block of the layers that keep their weights, only cached; none, or None where it does not fit."""
+        if not self.job.frozen:
+            return []
+        block = self.plan_block(0, self.job.frozen - 1, budget)
+        return None if block is None else [replace(block, passes=0, epoch_seconds=0.0, seconds=0.0)]
 
     def greedy(self) -> list[BlockPlan]:
         """Return the blocks that the paper's rule gives, at the budget or the part of it with the least time.
@@ -317,8 +331,9 @@ class Partitioner:
 
     def _greedy(self, budget: int) -> list[BlockPlan]:
         """Return the blocks of the paper's rule: a block grows while its batch stays near its first layer's."""
-        blocks: list[BlockPlan] = []
-        first = 0
+        blocks, first = self._frozen(budget), self.job.frozen
+        if blocks is None:
+            return []
         while first < len(self._layers):
             largest = self._largest(first, first, budget)
             if largest is None:

@@ -18,8 +18,8 @@ def equal_spans(layers: int, length: int) -> list[int]:
     return [min(length, layers - first) for first in range(0, layers, length)]
 
 
-def longest_spans(chain: Chain, room: float, states: int) -> list[int]:
-    """Return spans that are as long as `room` bytes allow, from tensor sizes alone; no span is shorter than a layer.
+def longest_spans(chain: Chain, room: float, states: int, start: int = 0) -> list[int]:
+    """Return spans from layer `start` on, as long as `room` bytes allow by tensor sizes; each is at least one layer.
 
     A span needs its weights and `states` tensors of their size for the optimizer, what one step of 16 images holds,
     and the largest gradient with the copies that kernels make of reordered weights. With `room` for everything there
@@ -28,8 +28,8 @@ def longest_spans(chain: Chain, room: float, states: int) -> list[int]:
     inner = [inner_elements(layer, chain.layer_input_shape(k)) for k, layer in enumerate(chain.layers)]
     weights = [[parameter.numel() for parameter in layer.parameters()] for layer in chain.layers]
     spans: list[int] = []
-    first = 0
-    for index in range(len(chain.layers)):
+    first = start
+    for index in range(start, len(chain.layers)):
         span = slice(first, index + 1)
         boundary = elements(chain.layer_input_shape(first))
         if index > first and _bytes(boundary, inner[span], weights[span], states) > room:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional as F
+
+from neuroflux.planning.losses import LOSSES
 
 # fp16 gradients below 2^-24 are lost: the loss is scaled up, and gradients back down before they are applied
 _FP16_SCALE = 1024.0
@@ -24,6 +26,7 @@ class Recipe:
         lr: the highest learning rate; the schedule scales it.
         precision: ``fp32``, ``bf16`` or ``fp16``: what autocast computes in.
         channels_last: the memory format of feature maps and weights.
+        local_loss: what layers learn by (see `losses`).
         accumulate: how many images' gradients are added up for one update, or 0 to update after every batch.
     """
 
@@ -31,6 +34,7 @@ class Recipe:
     lr: float = 0.05
     weight_decay: float = 5e-4
     label_smoothing: float = 0.0
+    local_loss: str = "pred"
     precision: str = "fp32"
     channels_last: bool = False
     accumulate: int = 0
@@ -62,16 +66,41 @@ class Recipe:
         return torch.autocast(device.type, _DTYPES[self.precision], enabled=self.precision != "fp32")
 
 
-class ParameterwiseOptimizer:
+class _Optimizers:
+    """An optimizer for each of `parameters`."""
+
+    def __init__(self, parameters: list[nn.Parameter], recipe: Recipe) -> None:
+        self._scale = _FP16_SCALE if recipe.precision == "fp16" else 1.0
+        self._base = recipe.lr
+        self._optimizers = [recipe.make_optimizer(parameter) for parameter in parameters]
+
+    def set_rate(self, factor: float) -> None:
+        """Set the learning rate to `factor` times the recipe's."""
+        for optimizer in self._optimizers:
+            optimizer.param_groups[0]["lr"] = self._base * factor
+
+    def state(self) -> list[dict[str, Any]]:
+        """Return what the optimizers have gathered, as tensors and plain values; `flush` must have been called."""
+        return [dict(optimizer.state_dict()["state"]) for optimizer in self._optimizers]
+
+    def restore(self, state: list[dict[str, Any]]) -> None:
+        """Go on from what `state` returned."""
+        for optimizer, gathered in zip(self._optimizers, state, strict=True):
+            copies = {
+                key: {name: v.clone() if isinstance(v, torch.Tensor) else v for name, v in values.items()}
+                for key, values in gathered.items()
+            }
+            optimizer.load_state_dict({"state": copies, "param_groups": optimizer.state_dict()["param_groups"]})
+
+
+class ParameterwiseOptimizer(_Optimizers):
     """Applies and frees each parameter's gradient as soon as it is complete, during the backward pass.
 
     Only one gradient of the module exists at a time, and none outlives the step.
     """
 
     def __init__(self, parameters: list[nn.Parameter], recipe: Recipe) -> None:
-        self._scale = _FP16_SCALE if recipe.precision == "fp16" else 1.0
-        self._base = recipe.lr
-        self._optimizers = [recipe.make_optimizer(parameter) for parameter in parameters]
+        super().__init__(parameters, recipe)
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(self._hook(optimizer))
             for parameter, optimizer in zip(parameters, self._optimizers, strict=True)
@@ -97,11 +126,6 @@ class ParameterwiseOptimizer:
     def flush(self) -> None:
         """Apply gradients that still wait to be applied: none do."""
 
-    def set_rate(self, factor: float) -> None:
-        """Set the learning rate to `factor` times the recipe's."""
-        for optimizer in self._optimizers:
-            optimizer.param_groups[0]["lr"] = self._base * factor
-
     def close(self) -> None:
         """Detach from the parameters and free the optimizer state."""
         for hook in self._hooks:
@@ -109,14 +133,13 @@ class ParameterwiseOptimizer:
         self._hooks, self._optimizers = [], []
 
 
-class AccumulatingOptimizer:
+class AccumulatingOptimizer(_Optimizers):
     """Adds up the gradients of several batches and applies their mean after `Recipe.accumulate` images."""
 
     def __init__(self, parameters: list[nn.Parameter], recipe: Recipe) -> None:
-        self._scale = _FP16_SCALE if recipe.precision == "fp16" else 1.0
-        self._base, self._wanted, self._images = recipe.lr, recipe.accumulate, 0
+        super().__init__(parameters, recipe)
+        self._wanted, self._images = recipe.accumulate, 0
         self._parameters = parameters
-        self._optimizers = [recipe.make_optimizer(parameter) for parameter in parameters]
 
     def backward(self, loss: torch.Tensor, images: int) -> None:
         """Add the gradients of `loss`, the mean over `images`, and apply them when there are enough."""
@@ -139,11 +162,6 @@ class AccumulatingOptimizer:
                 optimizer.step()
             parameter.grad = None
         self._images = 0
-
-    def set_rate(self, factor: float) -> None:
-        """Set the learning rate to `factor` times the recipe's."""
-        for optimizer in self._optimizers:
-            optimizer.param_groups[0]["lr"] = self._base * factor
 
     def close(self) -> None:
         """Free gradients and optimizer state."""
@@ -185,9 +203,8 @@ class ExitTrainer:
             The detached output features (N, C', H', W') and the loss (scalar).
         """
         with self.recipe.autocast(self.device):
-            output, scores = self.exit(features)
-        scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
-        loss = F.cross_entropy(scores, labels, label_smoothing=self.recipe.label_smoothing)
+            output = self.exit.layer(features)
+            loss = LOSSES[self.recipe.local_loss](self.exit.head, output, labels, self.recipe.label_smoothing)
         self.optimizer.backward(loss, len(labels))
         return output.detach(), loss.detach()
 

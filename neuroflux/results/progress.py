@@ -52,7 +52,7 @@ class Progress(Observer):
             return
         if self._bar is None:
             total = progress.total * progress.passes
-            title = f"block {number}/{len(self._plan.blocks)}"
+            title = self._title(number)
             self._bar = tqdm(total=total, desc=title, unit="img", file=self._stream, dynamic_ncols=True, leave=True)
         self._bar.total = progress.total * progress.passes
         memory = f"{format_bytes(self._highest)} of {format_bytes(self._budget)}"
@@ -64,13 +64,19 @@ class Progress(Observer):
         self, number: int, epoch: int, accuracies: list[float], losses: list[float], seconds: float
     ) -> None:
         assert self._plan is not None
-        done = f"block {number}/{len(self._plan.blocks)} pass {epoch}/{self._passes}"
+        done = f"{self._title(number)} pass {epoch}/{self._passes}"
         left = (time.monotonic() - self._started) / epoch * (self._passes - epoch)
         self._print(
             f"{done}: {seconds:.1f} s, loss {losses[-1]:.3f}, validation accuracy by exit "
             f"{' '.join(f'{accuracy:.3f}' for accuracy in accuracies)}, peak {format_bytes(self._highest)}, "
             f"{left:.0f} s left{' or more' if len(accuracies) < self._layers else ''}"
         )
+
+    def _title(self, number: int) -> str:
+        """Return what is being trained; what comes after the last block is the chosen model."""
+        assert self._plan is not None
+        count = len(self._plan.blocks)
+        return f"block {number}/{count}" if number <= count else "fine-tuning"
 
     def note(self, text: str) -> None:
         self._print(f"note: {text}")

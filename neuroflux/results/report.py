@@ -41,7 +41,7 @@ def plan_table(plan: Plan) -> str:
                 str(block.batch),
                 "compact" if block.compact else "fast",
                 format_bytes(block.peak),
-                f"{block.epoch_seconds:.1f}",
+                f"{block.epoch_seconds:.1f}" if block.passes else "frozen",
                 format_bytes(block.cache_bytes) if block.cache_bytes else "-",
             ]
         )
@@ -71,7 +71,7 @@ def render(summary: dict[str, Any]) -> str:
     budget, peak = summary["budget"], summary["peak"]
     share = peak["measured"] / budget["bytes"]
     parameters, rates = summary["parameters"], summary["images_per_second"]
-    images = summary["images"]
+    images, calibration = summary["images"], summary["calibration"]
     test = summary["test_accuracy"]
     chosen = summary["chosen"]
     total = sum(summary["seconds"].values())
@@ -88,6 +88,9 @@ def render(summary: dict[str, Any]) -> str:
         f"{parameters['full'] / max(1, parameters['model']):.1f}x fewer than the full model's {parameters['full']:,}; "
         f"{rates['model']:.0f} images/s at inference, {rates['model'] / rates['full']:.2f}x the full model's "
         f"{rates['full']:.0f}",
+        *_finetuning(summary),
+        f"- **Confidence**: scores are divided by {calibration['temperature']:.2f}, fitted to validation images; the "
+        f"expected calibration error there is {calibration['error']:.3f} ({calibration['error_before']:.3f} before)",
         f"- {images['train']} training, {images['val']} validation and {images['test']} test images; "
         f"{summary['precision']}{', channels-last' if summary['channels_last'] else ''} on {summary['device']} "
         f"with {summary['threads']} threads, seed {summary['seed']}, torch {summary['torch']}",
@@ -112,11 +115,25 @@ def render(summary: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def _finetuning(summary: dict[str, Any]) -> list[str]:
+    """Return the line about training the chosen model end to end, where that was done."""
+    if not (tuned := summary["finetuned"]):
+        return []
+    before, after = summary["exits"][summary["chosen"]], tuned["accuracies"][0]
+    said = "" if after > before else ", so it was undone"
+    passes, batch = len(tuned["epoch_seconds"]), tuned["batch"]
+    return [
+        f"- **Fine-tuning**: {passes} passes of the chosen layers together, batch {batch}, "
+        f"{sum(tuned['epoch_seconds']):.0f} s: validation accuracy {before:.4f} -> {after:.4f}{said}"
+    ]
+
+
 def _blocks(summary: dict[str, Any]) -> str:
     rows = []
     for number, block in enumerate(summary["blocks"], 1):
         seconds = block["epoch_seconds"]
-        per_pass = sum(seconds[:-1]) / (len(seconds) - 1) if len(seconds) > 1 else seconds[0]
+        settled = seconds[:-1] or seconds  # layers have finished in the last pass
+        per_pass = f"{sum(settled) / len(settled):.1f}" if settled else "frozen"
         widths = summary["head_widths"][block["first"] : block["first"] + len(block["accuracies"])]
         batch = str(block["batch"]) + (
             f" (planned {block['planned_batch']})" * (block["batch"] != block["planned_batch"])
@@ -127,7 +144,7 @@ def _blocks(summary: dict[str, Any]) -> str:
                 f"{block['first'] + 1}-{block['first'] + len(block['accuracies'])}",
                 " ".join(str(width or "own") for width in widths),
                 batch,
-                f"{per_pass:.1f}",
+                per_pass,
                 format_bytes(block["peak"]),
             ]
         )
@@ -140,7 +157,12 @@ def _blocks(summary: dict[str, Any]) -> str:
 
 def _exits(summary: dict[str, Any]) -> str:
     rows = [
-        [str(k + 1), summary["layers"][k], f"{accuracy:.4f}", "chosen" if k == summary["chosen"] else ""]
+        [
+            str(k + 1),
+            summary["layers"][k],
+            f"{accuracy:.4f}" if accuracy or k >= summary["frozen"] else "frozen",
+            "chosen" if k == summary["chosen"] else "",
+        ]
         for k, accuracy in enumerate(summary["exits"])
     ]
     return table(["exit", "layer", "validation accuracy", ""], rows)
@@ -155,6 +177,8 @@ def _parts(summary: dict[str, Any]) -> str:
     """Return where a pass goes: each layer with its speed, and moving data (reading runs beside training)."""
     rows = []
     for number, block in enumerate(summary["blocks"], 1):
+        if not block["epoch_seconds"]:  # frozen
+            continue
         parts = block["parts"]
         whole = sum(parts["layers"]) + parts["inputs"] + parts["waiting"]
         for k, (seconds, speed) in enumerate(zip(parts["layers"], block["gigaflops"], strict=True)):

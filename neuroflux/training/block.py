@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -109,6 +110,37 @@ class Block:
             self._learners.append(_Learner(ExitTrainer(exit, self.recipe, self.device), self.passes))
         self.exits = self._planned[: max(count, len(self.exits))]
 
+    def state(self) -> dict[str, Any]:
+        """Return all that training goes on from after a pass, as tensors and plain values."""
+        return {
+            "passes": self.passes,
+            "exits": [dict(exit.state_dict()) for exit in self.exits],
+            "starts": [learner.start for learner in self._learners],
+            "optimizers": [learner.trainer and learner.trainer.optimizer.state() for learner in self._learners],
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on from what `state` returned, inside `training`, with no layer started yet."""
+        self.start(len(state["exits"]))
+        self.passes = state["passes"]
+        for exit, weights in zip(self.exits, state["exits"], strict=True):
+            exit.load_state_dict(weights)
+        parts = zip(self._learners, self.exits, state["starts"], state["optimizers"], strict=True)
+        for learner, exit, start, gathered in parts:
+            learner.start = start
+            if gathered is not None and learner.trainer is not None:
+                learner.trainer.optimizer.restore(gathered)
+            else:
+                self._finish(learner, exit)
+
+    @staticmethod
+    def _finish(learner: _Learner, exit: Exit) -> None:
+        """Let a layer learn no more."""
+        if learner.trainer is not None:
+            learner.trainer.close()
+        learner.trainer = None
+        exit.eval()
+
     @property
     def last_pass(self) -> int:
         """Return the pass after which all layers that have begun are finished."""
@@ -133,9 +165,7 @@ class Block:
                 continue
             learner.trainer.optimizer.flush()
             if self.passes - learner.start >= self._epochs:
-                learner.trainer.close()
-                learner.trainer = None
-                exit.eval()
+                self._finish(learner, exit)
 
     def train_batch(
         self, level: Level, rows: torch.Tensor, labels: torch.Tensor, generator: torch.Generator

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -13,7 +14,7 @@ from torch import nn
 
 from neuroflux.errors import NeuroFluxError
 from neuroflux.inputs.arrays import write_json
-from neuroflux.training.exits import read_tensors
+from neuroflux.inputs.weights import read_tensors
 
 
 @dataclass
@@ -41,7 +42,7 @@ class BlockResult:
 
 
 class Checkpoints:
-    """The folder ``checkpoints/`` of a run: one file of weights for each finished block, and ``state.json``."""
+    """The folder ``checkpoints/`` of a run: weights of each finished block, ``state.json``, and of the last pass."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -65,15 +66,25 @@ class Checkpoints:
     def save(self, modules: Sequence[nn.Module], results: list[BlockResult]) -> None:
         """Publish the weights of the block that `results` ends with; `modules` are its exits."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        path = self._path(len(results))
-        temporary = path.with_name(path.name + ".tmp")
-        try:
-            torch.save({str(k): dict(module.state_dict()) for k, module in enumerate(modules)}, temporary)
-        except (OSError, RuntimeError) as error:
-            temporary.unlink(missing_ok=True)
-            raise NeuroFluxError(f"cannot write {path}: {str(error).splitlines()[0]}; free space there") from error
-        temporary.replace(path)
+        _write({str(k): dict(module.state_dict()) for k, module in enumerate(modules)}, self._path(len(results)))
         write_json(self.folder / "state.json", {"blocks": [asdict(result) for result in results]})
+        self.forget_pass()
+
+    def save_pass(self, number: int, state: dict[str, Any]) -> None:
+        """Publish the `state` (tensors and plain values) of block `number` (from 1) after a pass."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        _write({"block": number, **state}, self._pass)
+
+    def last_pass(self, number: int) -> dict[str, Any] | None:
+        """Return the last state that was saved of block `number`, or None where there is none."""
+        if not self._pass.exists():
+            return None
+        state = read_tensors(self._pass)
+        return state if state.get("block") == number else None
+
+    def forget_pass(self) -> None:
+        """Delete the state of the last pass."""
+        self._pass.unlink(missing_ok=True)
 
     def load(self, number: int, modules: Sequence[nn.Module]) -> None:
         """Copy the weights of finished block `number` (from 1) into `modules`, its exits."""
@@ -85,5 +96,22 @@ class Checkpoints:
             reason = str(error).splitlines()[-1].strip()
             raise NeuroFluxError(f"{self._path(number)} does not fit the model: {reason}") from error
 
+    @property
+    def _pass(self) -> Path:
+        return self.folder / "pass.pt"
+
     def _path(self, number: int) -> Path:
         return self.folder / f"block-{number}.pt"
+
+
+def _write(content: dict[str, Any], path: Path) -> None:
+    """Write `content` to `path` so that the file there is always whole: the one before, or the new one."""
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        torch.save(content, temporary)  # to a path: to an open file it would copy every tensor
+        with temporary.open("rb") as file:
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except (OSError, RuntimeError) as error:
+        temporary.unlink(missing_ok=True)
+        raise NeuroFluxError(f"cannot write {path}: {str(error).splitlines()[0]}; free space there") from error

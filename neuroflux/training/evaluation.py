@@ -23,6 +23,24 @@ def predictions(model: nn.Module, split: Split, batch: int, device: torch.device
     return predicted
 
 
+@torch.no_grad()
+def scores(
+    model: nn.Module, split: Split, batch: int, device: torch.device, most: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the scores (n, classes) of `model` for the first images of `split`, and their labels (n,).
+
+    As many images are taken as have `most` scores together.
+    """
+    model.eval()
+    found: list[torch.Tensor] = []
+    for rows, _ in Batches(_Rows(split), np.arange(len(split)), lambda _: batch):
+        found.append(model(rows.to(device)).float().cpu())
+        if len(found) * found[0].numel() >= most:
+            break
+    together = torch.cat(found)
+    return together, torch.from_numpy(split.labels[: len(together)])
+
+
 def accuracy(model: nn.Module, split: Split, batch: int, device: torch.device) -> float:
     """Return the share of the images of `split` that `model` classifies rightly."""
     return float((predictions(model, split, batch, device) == split.labels).mean())

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -14,6 +13,7 @@ from neuroflux.errors import NeuroFluxError
 from neuroflux.inputs.chain import trace_chain
 from neuroflux.inputs.models import build_model
 from neuroflux.inputs.preprocess import Preprocess
+from neuroflux.inputs.weights import read_tensors
 from neuroflux.planning.heads import make_head
 
 FORMAT = 1
@@ -46,6 +46,7 @@ class Description:
         shape: of the images, (channels, height, width); `channels` is how many the first layer takes.
         mean, std: per image channel, in units of 0..255.
         raw: whether float images come prepared by the user's own transforms.
+        temperature: what scores are divided by, so that their softmax says how likely a class is (see `calibration`).
     """
 
     model: str
@@ -58,6 +59,7 @@ class Description:
     std: list[float]
     raw: bool = False
     head: str = "adaptive"
+    temperature: float = 1.0
 
 
 class StreamlinedModel(nn.Module):
@@ -85,7 +87,7 @@ class StreamlinedModel(nn.Module):
         features = self.preprocess(images)
         for layer in self.layers:
             features = layer(features)
-        return self.head(features)
+        return self.head(features) / self.description.temperature
 
     def save(self, path: Path) -> None:
         """Write the model to `path`: tensors and plain values only, no pickled code."""
@@ -134,22 +136,3 @@ def load(path: str | Path, model: nn.Module | None = None) -> StreamlinedModel:
         name = description.model or "the model"
         raise NeuroFluxError(f"the weights in {path} do not fit {name}: {reason}") from error
     return streamlined.eval()
-
-
-def read_tensors(path: Path) -> dict[str, Any]:
-    """Return the dictionary of tensors and plain values in the file `path`; its tensors stay mapped, not copied.
-
-    Raises:
-        NeuroFluxError: it is missing, damaged, or holds anything else (such as pickled code, which is never run).
-    """
-    if not path.is_file():
-        raise NeuroFluxError(f"there is no file {path}; has the run finished?")
-    try:
-        content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except Exception as error:  # torch raises many kinds for a damaged file
-        raise NeuroFluxError(
-            f"cannot read {path}: it is damaged, or holds more than tensors and plain values ({type(error).__name__})"
-        ) from error
-    if not isinstance(content, dict):
-        raise NeuroFluxError(f"{path} is not a NeuroFlux file")
-    return content

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from neuroflux.errors import BudgetTooSmall
 from neuroflux.planning.memory import FAST_SHARE, Meter, format_bytes, set_allocator
@@ -38,6 +39,17 @@ class Guard:
         meter.reset()
         # what a batch of no images takes: until two sizes were measured, all the rest is taken to grow with the batch
         self._measured = {0: meter.current()}
+
+    def state(self) -> dict[str, Any]:
+        """Return what the guard goes on from, as plain values."""
+        names = ("_target", "_compact", "batch", "shrunk", "_measured")
+        return {name: getattr(self, name) for name in names}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on from what `state` returned: with the same batch, as if there had been no interruption."""
+        for name, value in state.items():
+            setattr(self, name, value)
+        set_allocator(self._compact)
 
     @property
     def _limit(self) -> int:

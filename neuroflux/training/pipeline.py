@@ -10,7 +10,8 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +24,13 @@ from neuroflux.errors import BudgetTooSmall, NeuroFluxError
 from neuroflux.inputs.arrays import ArrayFile, write_json
 from neuroflux.inputs.chain import Chain, trace_chain
 from neuroflux.inputs.datasets import Data, Split, open_data
+from neuroflux.inputs.freezing import freeze
 from neuroflux.inputs.models import build_model, build_on_disk, input_channels
 from neuroflux.inputs.preprocess import Preprocess
+from neuroflux.inputs.weights import load_weights, read_tensors
 from neuroflux.planning.heads import head_width, make_head
-from neuroflux.planning.memory import Meter, make_meter, set_allocator
-from neuroflux.planning.methods import METHODS
+from neuroflux.planning.memory import Meter, format_bytes, make_meter, set_allocator
+from neuroflux.planning.methods import METHODS, join
 from neuroflux.planning.partitioner import GOOD_BATCH, BlockPlan, Job, Plan, make_plan
 from neuroflux.planning.profiler import Profile, Profiler, touch_code
 from neuroflux.planning.profiles import fingerprint, load_profile, save_profile
@@ -35,8 +38,9 @@ from neuroflux.planning.spans import equal_spans, longest_spans, rate_share
 from neuroflux.planning.step import Exit, Recipe
 from neuroflux.training.block import SMALLEST_BATCH, Block, Progress, train_epoch
 from neuroflux.training.cache import CachedLevel, ImageLevel, Level, check_disk, measure_disk, write_level
+from neuroflux.training.calibration import calibration_error, fit_temperature
 from neuroflux.training.checkpoint import BlockResult, Checkpoints
-from neuroflux.training.evaluation import count_parameters, predictions, throughput
+from neuroflux.training.evaluation import count_parameters, predictions, scores, throughput
 from neuroflux.training.exits import Description, StreamlinedModel, choose_exit, layers_worth_training
 from neuroflux.training.guard import Guard
 from neuroflux.training.observer import Observer
@@ -44,6 +48,10 @@ from neuroflux.training.summary import summarise
 
 # the batch for which the learning rate is meant (see Config.lr)
 _RATE_BATCH = 32
+# what is learned already is only to be adapted: this share of the learning rate that training would begin with
+_FINETUNE_SHARE = 0.3
+# scores that a temperature is fitted to, at most
+_CALIBRATED = 500_000
 # tensor sizes say less than what a step takes: the longest spans are tried for these shares of the budget in turn
 _SPAN_SHARES = (0.9, 0.6, 0.4, 0.2)
 
@@ -109,18 +117,20 @@ class Run:
     def __init__(self, config: Config, folder: Path, observers: list[Observer]) -> None:
         self.config, self.folder, self._observers = config, folder, observers
         self.method = METHODS[config.method]
-        self._begun, self._uncounted = time.perf_counter(), 0.0
+        self._begun, self._uncounted, self._counted = time.perf_counter(), 0.0, 0.0
         self.device = config.torch_device()
         if config.threads:
             torch.set_num_threads(config.threads)
         set_allocator(compact=True)
         self.meter: Meter = make_meter(self.device, config.budget_bytes)
         self.seconds: dict[str, float] = {}
+        self._unfreeze: Callable[[], None] = lambda: None
         self.recipe = Recipe(
             optimizer=config.optimizer,
             lr=config.highest_lr(self.method, 1.0),
             weight_decay=config.weight_decay,
             label_smoothing=config.label_smoothing,
+            local_loss=config.local_loss,
             precision="fp32" if config.precision == "auto" else config.precision,
             accumulate=config.batch_limit if self.method.accumulate else 0,
         )
@@ -144,6 +154,11 @@ class Run:
         """Return the seconds since the run began, without those that only served to watch it."""
         return time.perf_counter() - self._begun - self._uncounted
 
+    def _count_seconds(self, before: float) -> None:
+        """Let `elapsed` include the seconds that the run had taken `before` it was interrupted."""
+        self._begun -= max(0.0, before - self._counted)
+        self._counted = before
+
     @contextmanager
     def _clock_stopped(self) -> Iterator[None]:
         start = time.perf_counter()
@@ -152,11 +167,21 @@ class Run:
 
     def kept(self) -> str:
         """Return what of the run is safe on disk, in words."""
-        done = len(Checkpoints(self.folder / "checkpoints").results())
-        return f"kept: {done} finished block{'s' * (done != 1)}" if done else "no block was finished yet"
+        checkpoints = Checkpoints(self.folder / "checkpoints")
+        done = len(checkpoints.results())
+        try:
+            state = checkpoints.last_pass(done + 1)
+        except NeuroFluxError:
+            state = None
+        blocks = f"{done} finished block{'s' * (done != 1)}" if done else ""
+        passes = f"block {done + 1} up to pass {state['weights']['passes']}" if state else ""
+        return (
+            f"kept: {' and '.join(filter(None, (blocks, passes)))}" if blocks or passes else "no pass was finished yet"
+        )
 
     def close(self) -> None:
         """Delete what only served the run: the mapped weights, and the cache of a run that has finished."""
+        self._unfreeze()
         self.__dict__.pop("inputs", None)
         shutil.rmtree(self.folder / "weights", ignore_errors=True)
 
@@ -169,6 +194,12 @@ class Run:
             self.meter.reset()
             tensors = [*self.inputs.model.parameters(), *self.inputs.model.buffers()]
             mapped = sum(t.numel() * t.element_size() for t in tensors) if self.device.type == "cpu" else 0
+            if self.config.init:
+                self._tell("note", str(load_weights(self.inputs.model, self.config.init, self.inputs.name)))
+            layers, frozen = self.inputs.chain.layers, self.config.freeze
+            if frozen >= len(layers):
+                raise NeuroFluxError(f"--freeze {frozen} leaves nothing to train: the model has {len(layers)} layers")
+            self._unfreeze = freeze(layers[:frozen])
             # the weights were written to mapped files, which the meter cannot tell from a peak while they are new
             self._preparation = self.meter.highest = max(0, self.meter.highest - mapped)
             self.augmentation = self.inputs.data.augment if self.config.augment == "auto" else self.config.augment
@@ -182,10 +213,15 @@ class Run:
         self._tell("planned", self.plan)
         return self.plan
 
-    def _head(self, index: int) -> nn.Module:
+    @property
+    def _frozen(self) -> int:
+        """Return how many layers of the plan are frozen: none where they are part of the one that holds all."""
+        return 0 if self.method.whole or self.method.one_block else self.config.freeze
+
+    def _head(self, chain: Chain, index: int) -> nn.Module:
         kind = self.method.head
-        width = head_width(self.chain, index, kind)
-        return make_head(self.chain, index, self.inputs.classes, width, self.config.seed, kind)
+        width = head_width(chain, index, kind)
+        return make_head(chain, index, self.inputs.classes, width, self.config.seed, kind)
 
     def _make_plan(self) -> Plan:
         """Return the plan with the longest spans that fit the budget with a good batch, or with the shortest."""
@@ -202,19 +238,23 @@ class Run:
     def _span_choices(self) -> list[list[int]]:
         """Return what `Config.gradient_span` allows, the longest spans first."""
         chain, wanted = self.inputs.chain, self.config.gradient_span
-        count = len(chain.layers)
+        frozen, count = self.config.freeze, len(chain.layers)
         if self.method.whole:
             return [[count]]
         if wanted != "auto":
-            return [equal_spans(count, 1 if wanted == "layer" else int(wanted))]
+            return [[1] * frozen + equal_spans(count - frozen, 1 if wanted == "layer" else int(wanted))]
         room = self.config.budget_bytes - self.meter.current()
-        found = [longest_spans(chain, room * share, self.recipe.states) for share in _SPAN_SHARES]
+        found = [[1] * frozen + longest_spans(chain, room * s, self.recipe.states, frozen) for s in _SPAN_SHARES]
         return [spans for k, spans in enumerate([*found, [1] * count]) if spans not in found[:k]]
 
     def _plan_with(self, spans: list[int]) -> Plan:
+        self.chain = self.method.chain(self.inputs.chain, spans, self.config.compression)
+        profile = self._profile(self.chain, self.config.precision == "auto")
+        return make_plan(profile, self._job(spans), self.config.partitioner)
+
+    def _job(self, spans: list[int]) -> Job:
         config = self.config
-        self.chain = self.method.chain(self.inputs.chain, spans, config.compression)
-        job = Job(
+        return Job(
             model=self.inputs.name,
             budget=config.budget_bytes,
             batch_limit=config.batch_limit,
@@ -227,26 +267,27 @@ class Run:
             stagger=0 if self.method.one_block else config.stagger,
             spans=spans,
             views=config.cache_views,
+            frozen=self._frozen,
             disk_limit=int(shutil.disk_usage(self.folder).free * 0.9),
         )
-        return make_plan(self._profile(), job, config.partitioner)
 
-    def _profile(self) -> Profile:
-        """Return what the layers cost: what an earlier run with these settings measured, or measured now."""
-        config, chain = self.config, self.inputs.chain
+    def _profile(self, chain: Chain, choose_precision: bool) -> Profile:
+        """Return what the layers of `chain` cost: what an earlier run with these settings measured, or measured now."""
+        config, model = self.config, self.inputs.chain
         with self.meter.reading_files():  # code is mapped from its file when it first runs
             touch_code(self.recipe, self.device)
         settings = [config.budget_bytes, config.batch_limit, config.precision, self.inputs.classes, str(self.recipe)]
-        name = fingerprint(self.chain, self.device, method=config.method, settings=settings)
+        name = fingerprint(chain, self.device, method=config.method, settings=settings)
         path = Path(config.data_root).expanduser() / "profiles" / f"{name}.json"
-        if not config.fresh_profile and (known := load_profile(path, self.chain)) is not None:
+        if not config.fresh_profile and (known := load_profile(path, chain)) is not None:
             self._tell("note", f"planned from the profile of an earlier run; --fresh_profile measures again ({path})")
             return known
         profiler = Profiler(self.meter, self.device, config.budget_bytes, config.batch_limit, self.inputs.classes)
-        if config.precision == "auto":
-            middle = make_head(chain, len(chain.layers) // 2, self.inputs.classes, 16, config.seed)
-            self.recipe = profiler.choose_precision(chain, middle, self.recipe)
-        profile = profiler.profile(self.chain, self._head, self.recipe, disk_rate=measure_disk(self.folder))
+        if choose_precision:
+            middle = make_head(model, len(model.layers) // 2, self.inputs.classes, 16, config.seed)
+            self.recipe = profiler.choose_precision(model, middle, self.recipe)
+        rate = measure_disk(self.folder)
+        profile = profiler.profile(chain, partial(self._head, chain), self.recipe, disk_rate=rate)
         save_profile(profile, path)
         return profile
 
@@ -267,6 +308,8 @@ class Run:
                 f"{self.inputs.name} has ({layers}, {self.inputs.chain.names[0]}..); "
                 f"make it with the same --model and --data"
             )
+        if any(block.first < self._frozen <= block.last for block in plan.blocks):
+            raise NeuroFluxError(f"the plan {path} has no block that ends after the {self._frozen} layers of --freeze")
         return plan
 
     # --- training ---
@@ -284,9 +327,13 @@ class Run:
             planned = self.plan.blocks[number - 1]
             self._tell("block_started", number, planned)
             exits = self._exits(planned)
-            block = Block(exits, self._rated(planned), self.device, self.config.epochs)
+            span = max(self.plan.spans[planned.first : planned.last + 1])
+            block = Block(exits, self._rated(planned.batch, span), self.device, self.config.epochs)
             with block.on_device():
-                result = self._train_block(number, block, planned, levels)
+                frozen = planned.last < self._frozen
+                result = (
+                    self._skip(planned) if frozen else self._train_block(number, block, planned, levels, checkpoints)
+                )
                 results.append(result)
                 checkpoints.save(block.exits, results)
                 stopped = self._over(results)
@@ -300,10 +347,9 @@ class Run:
         self._tell("finished", summary)
         return summary
 
-    def _rated(self, block: BlockPlan) -> Recipe:
-        """Return the recipe with the learning rate that suits the batches of `block`, and the spans of its layers."""
-        images = self.recipe.accumulate or block.batch
-        span = max(self.plan.spans[block.first : block.last + 1])
+    def _rated(self, batch: int, span: int) -> Recipe:
+        """Return the recipe with the learning rate that suits batches of `batch` images and spans of `span` layers."""
+        images = self.recipe.accumulate or batch
         everything = span == len(self.inputs.chain.layers)
         method = METHODS["backprop"] if everything else self.method
         share = 1.0 if everything else rate_share(span)
@@ -325,8 +371,13 @@ class Run:
             return worth
         return min(worth, begun + 1) if block.passes % self.config.stagger == 0 else begun
 
-    def _train_block(self, number: int, block: Block, planned: BlockPlan, levels: Levels) -> BlockResult:
-        """Train one block for all its epochs and return how it went; its weights are then back at rest."""
+    def _train_block(
+        self, number: int, block: Block, planned: BlockPlan, levels: Levels, checkpoints: Checkpoints
+    ) -> BlockResult:
+        """Train one block for all its epochs and return how it went; its weights are then back at rest.
+
+        After each pass all that the next one depends on is saved; where that is at hand, training goes on from there.
+        """
         config = self.config
         result = BlockResult([], planned.batch, 0, [])
         generator = torch.Generator().manual_seed(config.seed * 1000 + number)
@@ -334,7 +385,17 @@ class Run:
         guard = Guard(self.meter, config.budget_bytes, planned.batch, SMALLEST_BATCH, planned.compact)
         waited = reading = 0.0
         with block.training():
-            block.start(self._depth(block, []))
+            if (saved := self._last_pass(number, checkpoints)) is not None:
+                block.restore(saved["weights"])
+                guard.restore(saved["guard"])
+                result = BlockResult(**json.loads(saved["result"]))
+                generator.set_state(saved["generator"])
+                _set_random_state(saved["random"])
+                waited, reading = saved["waited"], saved["reading"]
+                self._count_seconds(result.curve[-1]["seconds"])
+                self._tell("note", f"block {number} goes on after pass {block.passes}")
+            else:
+                block.start(self._depth(block, []))
             while block.passes < block.last_pass:
                 with self._phase("train", f"block {number}"):
                     start = time.perf_counter()
@@ -350,6 +411,11 @@ class Run:
                 means = list(losses / progress.images)
                 self._tell("epoch_ended", number, block.passes, result.accuracies, means, result.epoch_seconds[-1])
                 block.start(self._depth(block, result.accuracies))
+                if block.passes < block.last_pass:
+                    state: dict[str, Any] = {"weights": block.state(), "guard": guard.state()}
+                    state |= {"generator": generator.get_state(), "random": _random_state()}
+                    state |= {"result": json.dumps(asdict(result)), "waited": waited, "reading": reading}
+                    checkpoints.save_pass(number, state)
         if guard.shrunk:
             self._tell("note", f"block {number}: the batch was reduced to {guard.batch} to stay within the budget")
         result.batch = guard.batch
@@ -362,6 +428,14 @@ class Run:
         }
         return result
 
+    def _last_pass(self, number: int, checkpoints: Checkpoints) -> dict[str, Any] | None:
+        """Return what training block `number` goes on from; a damaged file costs no more than the block's passes."""
+        try:
+            return checkpoints.last_pass(number)
+        except NeuroFluxError as error:
+            self._tell("note", f"{error}; block {number} starts again")
+            return None
+
     def _evaluate(self, result: BlockResult, block: Block, levels: Levels, batch: int, progress: Progress) -> None:
         """Add the accuracies of the exits of `block` after a pass to `result`."""
         with self._phase("evaluate"):
@@ -373,9 +447,15 @@ class Run:
         result.curve.append(point)
         result.peak = max(result.peak, self.meter.peak())
 
+    def _skip(self, planned: BlockPlan) -> BlockResult:
+        """Return the result of a block of frozen layers, whose exits learn nothing."""
+        layers = planned.last - planned.first + 1
+        parts = {"inputs": 0.0, "waiting": 0.0, "reading": 0.0, "layers": [0.0] * layers}
+        return BlockResult([0.0] * layers, planned.batch, 0, [], parts)
+
     def _over(self, results: list[BlockResult]) -> bool:
         """Return whether deeper layers are not worth training: the last block needed not all of its own, or failed."""
-        if not results:
+        if not results or self.plan.blocks[len(results) - 1].last < self._frozen:
             return False
         planned = self.plan.blocks[len(results) - 1]
         if len(results[-1].accuracies) <= planned.last - planned.first:
@@ -429,7 +509,7 @@ class Run:
         blocks = self.plan.blocks[: len(results)]
         for number, (planned, result) in enumerate(zip(blocks, results, strict=True), 1):
             checkpoints.load(number, self._exits(planned)[: len(result.accuracies)])
-        self._begun -= results[-1].curve[-1]["seconds"] if results[-1].curve else 0.0
+        self._count_seconds(next((r.curve[-1]["seconds"] for r in reversed(results) if r.curve), 0.0))
         self._tell("note", f"{len(results)} of {len(self.plan.blocks)} blocks were finished before")
         if len(results) == len(self.plan.blocks) or self._over(results):
             return self._images()
@@ -464,13 +544,20 @@ class Run:
         number = next(k for k, block in enumerate(self.plan.blocks, 1) if block.first <= chosen <= block.last)
         batch = min(result.batch for result in results[:number])
         model, full = self._streamlined(chosen, number, results[number - 1], checkpoints)
+        accuracy = accuracies[chosen]
+        tuned = self._finetune(model, accuracy, chosen, checkpoints) if self.config.finetune else None
+        if tuned is not None:
+            accuracy = max(accuracy, tuned.accuracies[0])
+        device = self._ready(model, full)
+        calibrated = self._calibrate(model, batch, device)
         model.save(self.folder / "model.pt")
-        measured = self._measure(model, full, batch)
+        measured = self._measure(model, full, batch, device)
         summary = {
             "model": self.inputs.name or type(self.inputs.model).__name__,
-            **summarise(self.config, self.inputs.data, self.plan, self.meter, results, self.seconds),
+            **summarise(self.config, self.inputs.data, self.plan, self.meter, results, tuned, self.seconds),
             "chosen": chosen,
-            "val_accuracy": accuracies[chosen],
+            "val_accuracy": accuracy,
+            "calibration": calibrated,
             **measured,
             "eval_batch": batch,
             "parameters": {"model": count_parameters(model), "full": count_parameters(full)},
@@ -478,7 +565,46 @@ class Run:
             "elapsed": self.elapsed,
         }
         write_json(self.folder / "summary.json", summary)
+        checkpoints.forget_pass()
         return summary
+
+    def _finetune(
+        self, model: StreamlinedModel, accuracy: float, chosen: int, checkpoints: Checkpoints
+    ) -> BlockResult | None:
+        """Train all of `model` end to end, where the budget allows it, and return how that went.
+
+        Where its validation accuracy does not rise above `accuracy`, the weights are put back to what they were.
+        """
+        count, chain = len(model.layers), self.inputs.chain
+        part = replace(chain, layers=list(model.layers), names=chain.names[:count], shapes=chain.shapes[:count])
+        whole = join(replace(part, classifier=model.head), [count])
+        job = replace(self._job([count]), one_block=True, epochs=self.config.finetune, stagger=0, frozen=0)
+        with self._phase("profile", "the chosen layers together"):
+            try:
+                (planned,) = make_plan(self._profile(whole, choose_precision=False), job).blocks
+            except BudgetTooSmall as error:
+                self._tell("note", f"not fine-tuned: that takes {format_bytes(error.floor)} or more")
+                return None
+        number = len(self.plan.blocks) + 1
+        planned = replace(planned, first=chosen, last=chosen)
+        recipe = self._rated(planned.batch, count)
+        block = Block(
+            [Exit(whole.layers[0], model.head)],
+            replace(recipe, lr=recipe.lr * _FINETUNE_SHARE),
+            self.device,
+            self.config.finetune,
+        )
+        model.save(self.folder / "model.pt")
+        self._tell("block_started", number, planned)
+        with block.on_device():
+            result = self._train_block(number, block, planned, self._images(), checkpoints)
+        set_allocator(compact=True)
+        self.meter.release()
+        if result.accuracies[0] <= accuracy:
+            model.load_state_dict(read_tensors(self.folder / "model.pt")["weights"])
+            self._tell("note", "fine-tuning brought nothing: the weights are those from before")
+        self._tell("block_ended", number, result)
+        return result
 
     def _streamlined(
         self, chosen: int, number: int, result: BlockResult, checkpoints: Checkpoints
@@ -503,15 +629,34 @@ class Run:
         model = StreamlinedModel(layers[: description.layers], exits[chosen - planned.first].head, description)
         return model, StreamlinedModel(layers, self.inputs.chain.classifier, description)
 
-    def _measure(self, model: StreamlinedModel, full: StreamlinedModel, batch: int) -> dict[str, Any]:
+    def _ready(self, model: StreamlinedModel, full: StreamlinedModel) -> torch.device:
+        """Put both models where they are measured, ready to predict, and return that device."""
+        with self.meter.reading_files():  # later, the weights could not be told from a peak
+            for weights in full.parameters():
+                weights.sum()
+        device = self._evaluation_device(full)
+        model.eval().to(device)
+        full.eval().to(device)
+        return device
+
+    def _calibrate(self, model: StreamlinedModel, batch: int, device: torch.device) -> dict[str, float]:
+        """Give `model` the temperature that suits the validation images, and return what that does."""
+        with self._phase("evaluate"):
+            found, labels = scores(model, self.inputs.data.val, batch, device, _CALIBRATED)
+            temperature = fit_temperature(found, labels)
+            model.description.temperature = temperature
+            return {
+                "temperature": temperature,
+                "error": calibration_error(found / temperature, labels),
+                "error_before": calibration_error(found, labels),
+            }
+
+    def _measure(
+        self, model: StreamlinedModel, full: StreamlinedModel, batch: int, device: torch.device
+    ) -> dict[str, Any]:
         """Return the accuracy of `model` on the test images, and how fast it is beside the `full` one."""
         data, test = self.inputs.data, None
         with self._phase("evaluate", "test"):
-            with self.meter.reading_files():  # later, they could not be told from a peak
-                for weights in full.parameters():
-                    weights.sum()
-            device = self._evaluation_device(full)
-            model, full = model.eval().to(device), full.eval().to(device)
             if data.test is not None:
                 predicted = predictions(model, data.test, batch, device)
                 test = float((predicted == data.test.labels).mean())
@@ -529,3 +674,14 @@ class Run:
         weights = sum(p.numel() * p.element_size() for p in full.parameters())
         steps = max(block.peak for block in self.plan.blocks)
         return self.device if weights + steps <= self.config.budget_bytes else torch.device("cpu")
+
+
+def _random_state() -> list[torch.Tensor]:
+    """Return the states of the generators that dropout draws from: the CPU's, and those of CUDA devices."""
+    return [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [])]
+
+
+def _set_random_state(states: list[torch.Tensor]) -> None:
+    torch.set_rng_state(states[0])
+    if len(states) > 1 and torch.cuda.is_available():
+        torch.cuda.set_rng_state_all(states[1:])

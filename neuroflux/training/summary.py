@@ -15,11 +15,18 @@ from neuroflux.training.checkpoint import BlockResult
 
 
 def summarise(
-    config: Config, data: Data, plan: Plan, meter: Meter, results: list[BlockResult], seconds: dict[str, float]
+    config: Config,
+    data: Data,
+    plan: Plan,
+    meter: Meter,
+    results: list[BlockResult],
+    tuned: BlockResult | None,
+    seconds: dict[str, float],
 ) -> dict[str, Any]:
     """Return what is known of a run once its blocks are trained: settings, memory, blocks, exits and times.
 
     Args:
+        tuned: how fine-tuning went.
         seconds: of each phase of the run.
     """
     return {
@@ -30,6 +37,7 @@ def summarise(
             "what": meter.what,
         },
         "method": config.method,
+        "frozen": config.freeze,
         "data": data.name,
         "images": {"train": len(data.train), "val": len(data.val), "test": len(data.test or [])},
         "layers": plan.layers,
@@ -45,7 +53,8 @@ def summarise(
         ],
         "planned_blocks": len(plan.blocks),
         "exits": [accuracy for result in results for accuracy in result.accuracies],
-        "curve": _curve(results),
+        "finetuned": asdict(tuned) if tuned else None,
+        "curve": _curve([*results, *([tuned] if tuned else [])]),
         "seconds": {name: round(value, 3) for name, value in seconds.items()},
         "precision": plan.precision,
         "channels_last": plan.channels_last,

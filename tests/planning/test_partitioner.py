@@ -88,6 +88,24 @@ class TestBothRules:
         times = [make_plan(prof, job(int(floor * factor)), rule).seconds for factor in sorted(factors)]
         assert all(slow >= quick - 1e-9 for slow, quick in itertools.pairwise(times))
 
+    @pytest.mark.parametrize("frozen", [1, 3, 5])
+    def test_frozen_layers_are_a_block_of_their_own_that_is_only_cached(self, rule, frozen):
+        plan = make_plan(profile(FALLING), job(100 * MB, frozen=frozen), rule)
+        first, *rest = plan.blocks
+        assert (first.first, first.last, first.passes, first.seconds) == (0, frozen - 1, 0, 0.0)
+        assert first.cache_seconds > 0
+        assert [k for block in rest for k in range(block.first, block.last + 1)] == list(range(frozen, 6))
+        assert all(block.passes >= 5 for block in rest)
+
+    def test_more_views_need_more_disk_and_time_to_write_them(self, rule):
+        one, three = (make_plan(profile(FALLING), job(60 * MB, views=views), rule) for views in (1, 3))
+        assert len(one.blocks) > 1
+        ratio = (3 * 10_000 + 1000) / 11_000
+        again = [Partitioner(profile(FALLING), job(60 * MB, views=v)).plan_block(0, 1, 60 * MB) for v in (1, 3)]
+        assert again[1].cache_bytes == pytest.approx(ratio * again[0].cache_bytes)
+        assert again[1].cache_seconds == pytest.approx(ratio * again[0].cache_seconds)
+        assert three.disk > one.disk
+
     def test_below_the_floor_the_error_names_floor_and_layer(self, rule):
         layers = [*FALLING, layer("fat", resident=80 * MB)]
         with pytest.raises(BudgetTooSmall, match="decided by layer fat") as error:
