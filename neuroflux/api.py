@@ -22,7 +22,8 @@ from neuroflux.results.report import write_report
 from neuroflux.results.tracking import Tracking
 from neuroflux.training.exits import StreamlinedModel, load
 from neuroflux.training.folder import open_folder
-from neuroflux.training.pipeline import Inputs, Run
+from neuroflux.training.opening import Inputs
+from neuroflux.training.pipeline import Run
 
 __all__ = ["Result", "fit", "load", "make_plan"]
 

@@ -23,7 +23,7 @@ from neuroflux.inputs.arrays import write_json
 from neuroflux.planning.memory import parse_bytes
 from neuroflux.planning.methods import METHODS
 from neuroflux.results.comparison import Cell, one_line, write_comparison
-from neuroflux.training.pipeline import open_named_data
+from neuroflux.training.opening import open_named_data
 
 
 @dataclass

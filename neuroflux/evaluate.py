@@ -13,7 +13,7 @@ from neuroflux.errors import NeuroFluxError
 from neuroflux.results.report import read_summary
 from neuroflux.training.evaluation import accuracy
 from neuroflux.training.exits import load
-from neuroflux.training.pipeline import open_named_data
+from neuroflux.training.opening import open_named_data
 
 
 def evaluate(folder: Path) -> None:

@@ -75,12 +75,12 @@ class CachedLevel:
         return torch.from_numpy(self.array.read(indices + self.view * len(self.labels)))
 
     def features(self, rows: torch.Tensor, generator: torch.Generator | None) -> torch.Tensor:
-        features = rows.to(self._device, non_blocking=True).float()
-        if generator is not None and self._flip and features.ndim == 4:
+        rows = rows.to(self._device, non_blocking=True)
+        if generator is not None and self._flip and rows.ndim == 4:
             # the features of a mirrored image are nearly its mirrored features
-            chosen = torch.rand(len(features), generator=generator) < 0.5
-            features = torch.where(chosen.to(self._device).view(-1, 1, 1, 1), features.flip(3), features)
-        return features
+            chosen = (torch.rand(len(rows), generator=generator) < 0.5).to(self._device)
+            rows[chosen] = rows[chosen].flip(3)
+        return rows.float()
 
 
 class Batches:

@@ -10,8 +10,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
-from functools import partial
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,28 +21,27 @@ from torch import nn
 from neuroflux.config import Config
 from neuroflux.errors import BudgetTooSmall, NeuroFluxError
 from neuroflux.inputs.arrays import ArrayFile, write_json
-from neuroflux.inputs.chain import Chain, trace_chain
-from neuroflux.inputs.datasets import Data, Split, open_data
+from neuroflux.inputs.datasets import Split
 from neuroflux.inputs.freezing import freeze
-from neuroflux.inputs.models import build_model, build_on_disk, input_channels
 from neuroflux.inputs.preprocess import Preprocess
 from neuroflux.inputs.weights import load_weights, read_tensors
-from neuroflux.planning.heads import head_width, make_head
+from neuroflux.planning.heads import make_head
 from neuroflux.planning.memory import Meter, format_bytes, make_meter, set_allocator
 from neuroflux.planning.methods import METHODS, join
-from neuroflux.planning.partitioner import GOOD_BATCH, BlockPlan, Job, Plan, make_plan
-from neuroflux.planning.profiler import Profile, Profiler, touch_code
-from neuroflux.planning.profiles import fingerprint, load_profile, save_profile
-from neuroflux.planning.spans import equal_spans, longest_spans, rate_share
+from neuroflux.planning.partitioner import BlockPlan, Plan, make_plan
+from neuroflux.planning.spans import rate_share
 from neuroflux.planning.step import Exit, Recipe
 from neuroflux.training.block import SMALLEST_BATCH, Block, Progress, train_epoch
-from neuroflux.training.cache import CachedLevel, ImageLevel, Level, check_disk, measure_disk, write_level
+from neuroflux.training.cache import CachedLevel, ImageLevel, Level, check_disk, write_level
 from neuroflux.training.calibration import calibration_error, fit_temperature
 from neuroflux.training.checkpoint import BlockResult, Checkpoints
+from neuroflux.training.clock import Clock
 from neuroflux.training.evaluation import count_parameters, predictions, scores, throughput
 from neuroflux.training.exits import Description, StreamlinedModel, choose_exit, layers_worth_training
 from neuroflux.training.guard import Guard
 from neuroflux.training.observer import Observer
+from neuroflux.training.opening import Inputs, open_inputs
+from neuroflux.training.planner import Planner
 from neuroflux.training.summary import summarise
 
 # the batch for which the learning rate is meant (see Config.lr)
@@ -52,63 +50,10 @@ _RATE_BATCH = 32
 _FINETUNE_SHARE = 0.3
 # scores that a temperature is fitted to, at most
 _CALIBRATED = 500_000
-# tensor sizes say less than what a step takes: the longest spans are tried for these shares of the budget in turn
-_SPAN_SHARES = (0.9, 0.6, 0.4, 0.2)
 
 
 # a level of the activation cache, by split: train, val, and test where each pass is tested
 Levels = dict[str, Level]
-
-
-@dataclass
-class Inputs:
-    """What comes in: the data, and the model cut into a chain, its weights resting on disk.
-
-    Attributes:
-        channels: what the model's first layer takes.
-        raw: whether the data's float images come prepared (`Preprocess`).
-    """
-
-    data: Data
-    model: nn.Module
-    chain: Chain
-    channels: int
-    name: str
-    raw: bool = False
-
-    @property
-    def classes(self) -> int:
-        """Return the number of classes."""
-        return len(self.data.classes)
-
-
-def open_named_data(config: Config) -> Data:
-    """Return the data set that `config` names, split as it says."""
-    return open_data(
-        config.data,
-        root=Path(config.data_root).expanduser(),
-        seed=config.seed,
-        image_size=config.image_size,
-        limit_train=config.limit_train,
-        limit_val=config.limit_val,
-        limit_test=config.limit_test,
-        budget=config.budget_bytes,
-    )
-
-
-def open_inputs(config: Config, scratch: Path) -> Inputs:
-    """Return the data and the model that `config` names; weights are put into mapped files below `scratch`."""
-    data = open_named_data(config)
-    size = data.shape[1]
-    channels = input_channels(config.model, size, data.shape[0])
-
-    def build() -> nn.Module:
-        torch.manual_seed(config.seed)
-        return build_model(config.model, num_classes=len(data.classes), in_channels=channels, image_size=size)
-
-    model = build_on_disk(build, scratch / "weights")
-    chain = trace_chain(model, (channels, *data.shape[1:]))
-    return Inputs(data, model, chain, channels, config.model)
 
 
 class Run:
@@ -117,13 +62,12 @@ class Run:
     def __init__(self, config: Config, folder: Path, observers: list[Observer]) -> None:
         self.config, self.folder, self._observers = config, folder, observers
         self.method = METHODS[config.method]
-        self._begun, self._uncounted, self._counted = time.perf_counter(), 0.0, 0.0
+        self._clock = Clock()
         self.device = config.torch_device()
         if config.threads:
             torch.set_num_threads(config.threads)
         set_allocator(compact=True)
         self.meter: Meter = make_meter(self.device, config.budget_bytes)
-        self.seconds: dict[str, float] = {}
         self._unfreeze: Callable[[], None] = lambda: None
         self.recipe = Recipe(
             optimizer=config.optimizer,
@@ -139,31 +83,15 @@ class Run:
         for observer in self._observers:
             getattr(observer, event)(*values)
 
+    def _note(self, text: str) -> None:
+        self._tell("note", text)
+
     @contextmanager
     def _phase(self, name: str, detail: str = "") -> Iterator[None]:
-        """Add the seconds of the block of code to the phase `name`."""
+        """Say that the phase `name` begins, and add the seconds of the block of code to it."""
         self._tell("phase", name, detail)
-        start = time.perf_counter()
-        try:
+        with self._clock.phase(name):
             yield
-        finally:
-            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
-
-    @property
-    def elapsed(self) -> float:
-        """Return the seconds since the run began, without those that only served to watch it."""
-        return time.perf_counter() - self._begun - self._uncounted
-
-    def _count_seconds(self, before: float) -> None:
-        """Let `elapsed` include the seconds that the run had taken `before` it was interrupted."""
-        self._begun -= max(0.0, before - self._counted)
-        self._counted = before
-
-    @contextmanager
-    def _clock_stopped(self) -> Iterator[None]:
-        start = time.perf_counter()
-        yield
-        self._uncounted += time.perf_counter() - start
 
     def kept(self) -> str:
         """Return what of the run is safe on disk, in words."""
@@ -195,122 +123,28 @@ class Run:
             tensors = [*self.inputs.model.parameters(), *self.inputs.model.buffers()]
             mapped = sum(t.numel() * t.element_size() for t in tensors) if self.device.type == "cpu" else 0
             if self.config.init:
-                self._tell("note", str(load_weights(self.inputs.model, self.config.init, self.inputs.name)))
+                self._note(str(load_weights(self.inputs.model, self.config.init, self.inputs.name)))
             layers, frozen = self.inputs.chain.layers, self.config.freeze
             if frozen >= len(layers):
                 raise NeuroFluxError(f"--freeze {frozen} leaves nothing to train: the model has {len(layers)} layers")
             self._unfreeze = freeze(layers[:frozen])
             # the weights were written to mapped files, which the meter cannot tell from a peak while they are new
-            self._preparation = self.meter.highest = max(0, self.meter.highest - mapped)
+            preparation = self.meter.highest = max(0, self.meter.highest - mapped)
             self.augmentation = self.inputs.data.augment if self.config.augment == "auto" else self.config.augment
         self._tell("opened", self.inputs.chain)
+        self._planner = Planner(
+            self.config, self.inputs, self.recipe, self.meter, self.device, self.folder, preparation, self._note
+        )
         if self.config.plan:
-            self.plan = self._follow(Path(self.config.plan))
+            self.plan = self._planner.follow(Path(self.config.plan))
         else:
             with self._phase("profile", f"{len(self.inputs.chain.layers)} layers"):
-                self.plan = self._make_plan()
+                self.plan = self._planner.plan()
+        self.chain = self._planner.chain
         self.recipe = replace(self.recipe, precision=self.plan.precision, channels_last=self.plan.channels_last)
+        self._planner.recipe = self.recipe
         self._tell("planned", self.plan)
         return self.plan
-
-    @property
-    def _frozen(self) -> int:
-        """Return how many layers of the plan are frozen: none where they are part of the one that holds all."""
-        return 0 if self.method.whole or self.method.one_block else self.config.freeze
-
-    def _head(self, chain: Chain, index: int) -> nn.Module:
-        kind = self.method.head
-        width = head_width(chain, index, kind)
-        return make_head(chain, index, self.inputs.classes, width, self.config.seed, kind)
-
-    def _make_plan(self) -> Plan:
-        """Return the plan with the longest spans that fit the budget with a good batch, or with the shortest."""
-        *choices, last = self._span_choices()
-        for spans in choices:
-            try:
-                plan = self._plan_with(spans)
-            except BudgetTooSmall:
-                continue
-            if all(block.batch >= min(GOOD_BATCH, self.config.batch_limit) for block in plan.blocks):
-                return plan
-        return self._plan_with(last)
-
-    def _span_choices(self) -> list[list[int]]:
-        """Return what `Config.gradient_span` allows, the longest spans first."""
-        chain, wanted = self.inputs.chain, self.config.gradient_span
-        frozen, count = self.config.freeze, len(chain.layers)
-        if self.method.whole:
-            return [[count]]
-        if wanted != "auto":
-            return [[1] * frozen + equal_spans(count - frozen, 1 if wanted == "layer" else int(wanted))]
-        room = self.config.budget_bytes - self.meter.current()
-        found = [[1] * frozen + longest_spans(chain, room * s, self.recipe.states, frozen) for s in _SPAN_SHARES]
-        return [spans for k, spans in enumerate([*found, [1] * count]) if spans not in found[:k]]
-
-    def _plan_with(self, spans: list[int]) -> Plan:
-        self.chain = self.method.chain(self.inputs.chain, spans, self.config.compression)
-        profile = self._profile(self.chain, self.config.precision == "auto")
-        return make_plan(profile, self._job(spans), self.config.partitioner)
-
-    def _job(self, spans: list[int]) -> Job:
-        config = self.config
-        return Job(
-            model=self.inputs.name,
-            budget=config.budget_bytes,
-            batch_limit=config.batch_limit,
-            epochs=config.epochs,
-            train_images=len(self.inputs.data.train),
-            val_images=len(self.inputs.data.val),
-            preparation=self._preparation,
-            method=config.method,
-            one_block=self.method.one_block,
-            stagger=0 if self.method.one_block else config.stagger,
-            spans=spans,
-            views=config.cache_views,
-            frozen=self._frozen,
-            disk_limit=int(shutil.disk_usage(self.folder).free * 0.9),
-        )
-
-    def _profile(self, chain: Chain, choose_precision: bool) -> Profile:
-        """Return what the layers of `chain` cost: what an earlier run with these settings measured, or measured now."""
-        config, model = self.config, self.inputs.chain
-        with self.meter.reading_files():  # code is mapped from its file when it first runs
-            touch_code(self.recipe, self.device)
-        settings = [config.budget_bytes, config.batch_limit, config.precision, self.inputs.classes, str(self.recipe)]
-        name = fingerprint(chain, self.device, method=config.method, settings=settings)
-        path = Path(config.data_root).expanduser() / "profiles" / f"{name}.json"
-        if not config.fresh_profile and (known := load_profile(path, chain)) is not None:
-            self._tell("note", f"planned from the profile of an earlier run; --fresh_profile measures again ({path})")
-            return known
-        profiler = Profiler(self.meter, self.device, config.budget_bytes, config.batch_limit, self.inputs.classes)
-        if choose_precision:
-            middle = make_head(model, len(model.layers) // 2, self.inputs.classes, 16, config.seed)
-            self.recipe = profiler.choose_precision(model, middle, self.recipe)
-        rate = measure_disk(self.folder)
-        profile = profiler.profile(chain, partial(self._head, chain), self.recipe, disk_rate=rate)
-        save_profile(profile, path)
-        return profile
-
-    def _follow(self, path: Path) -> Plan:
-        """Return the plan in the file `path`, which must fit the model."""
-        try:
-            plan = Plan.from_dict(json.loads(path.read_text(encoding="utf-8")))
-        except (OSError, ValueError) as error:
-            raise NeuroFluxError(f"cannot read the plan {path}: {error}") from error
-        if plan.method != self.config.method:
-            raise NeuroFluxError(f"the plan {path} is for --method {plan.method}, not {self.config.method}")
-        layers = len(self.inputs.chain.layers)
-        if sum(plan.spans) == layers:
-            self.chain = self.method.chain(self.inputs.chain, plan.spans, self.config.compression)
-        if sum(plan.spans) != layers or plan.layers != self.chain.names:
-            raise NeuroFluxError(
-                f"the plan {path} was made for other layers ({sum(plan.spans)}, {plan.layers[0]}..) than "
-                f"{self.inputs.name} has ({layers}, {self.inputs.chain.names[0]}..); "
-                f"make it with the same --model and --data"
-            )
-        if any(block.first < self._frozen <= block.last for block in plan.blocks):
-            raise NeuroFluxError(f"the plan {path} has no block that ends after the {self._frozen} layers of --freeze")
-        return plan
 
     # --- training ---
 
@@ -330,7 +164,7 @@ class Run:
             span = max(self.plan.spans[planned.first : planned.last + 1])
             block = Block(exits, self._rated(planned.batch, span), self.device, self.config.epochs)
             with block.on_device():
-                frozen = planned.last < self._frozen
+                frozen = planned.last < self._planner.frozen
                 result = (
                     self._skip(planned) if frozen else self._train_block(number, block, planned, levels, checkpoints)
                 )
@@ -342,7 +176,7 @@ class Run:
             self._tell("block_ended", number, result)
             del block, exits
             if stopped and number < len(self.plan.blocks):
-                self._tell("note", f"block {number} brought too little to go deeper: done")
+                self._note(f"block {number} brought too little to go deeper: done")
         summary = self._finish(results, checkpoints)
         self._tell("finished", summary)
         return summary
@@ -392,8 +226,8 @@ class Run:
                 generator.set_state(saved["generator"])
                 _set_random_state(saved["random"])
                 waited, reading = saved["waited"], saved["reading"]
-                self._count_seconds(result.curve[-1]["seconds"])
-                self._tell("note", f"block {number} goes on after pass {block.passes}")
+                self._clock.continue_from(result.curve[-1]["seconds"])
+                self._note(f"block {number} goes on after pass {block.passes}")
             else:
                 block.start(self._depth(block, []))
             while block.passes < block.last_pass:
@@ -417,7 +251,7 @@ class Run:
                     state |= {"result": json.dumps(asdict(result)), "waited": waited, "reading": reading}
                     checkpoints.save_pass(number, state)
         if guard.shrunk:
-            self._tell("note", f"block {number}: the batch was reduced to {guard.batch} to stay within the budget")
+            self._note(f"block {number}: the batch was reduced to {guard.batch} to stay within the budget")
         result.batch = guard.batch
         images = len(levels["train"].labels)
         result.parts = {
@@ -433,16 +267,16 @@ class Run:
         try:
             return checkpoints.last_pass(number)
         except NeuroFluxError as error:
-            self._tell("note", f"{error}; block {number} starts again")
+            self._note(f"{error}; block {number} starts again")
             return None
 
     def _evaluate(self, result: BlockResult, block: Block, levels: Levels, batch: int, progress: Progress) -> None:
         """Add the accuracies of the exits of `block` after a pass to `result`."""
         with self._phase("evaluate"):
             result.accuracies = block.accuracies(levels["val"], batch)
-        point: dict[str, Any] = {"seconds": self.elapsed, "images": progress.images, "val": result.accuracies}
+        point: dict[str, Any] = {"seconds": self._clock.elapsed, "images": progress.images, "val": result.accuracies}
         if "test" in levels:
-            with self._clock_stopped():
+            with self._clock.stopped():
                 point["test"] = block.accuracies(levels["test"], batch)
         result.curve.append(point)
         result.peak = max(result.peak, self.meter.peak())
@@ -455,7 +289,7 @@ class Run:
 
     def _over(self, results: list[BlockResult]) -> bool:
         """Return whether deeper layers are not worth training: the last block needed not all of its own, or failed."""
-        if not results or self.plan.blocks[len(results) - 1].last < self._frozen:
+        if not results or self.plan.blocks[len(results) - 1].last < self._planner.frozen:
             return False
         planned = self.plan.blocks[len(results) - 1]
         if len(results[-1].accuracies) <= planned.last - planned.first:
@@ -488,7 +322,7 @@ class Run:
         set_allocator(compact=True)
         self.meter.release()
         for name, level in levels.items():
-            with self._clock_stopped() if name == "test" else self._phase("cache", f"block {number}"):
+            with self._clock.stopped() if name == "test" else self._phase("cache", f"block {number}"):
                 views = self.config.cache_views if name == "train" else 1
                 generator = torch.Generator().manual_seed(self.config.seed * 1000 + number)
                 write_level(folder / f"{name}.npy", level, block.features, batch, shape, views, generator)
@@ -509,15 +343,15 @@ class Run:
         blocks = self.plan.blocks[: len(results)]
         for number, (planned, result) in enumerate(zip(blocks, results, strict=True), 1):
             checkpoints.load(number, self._exits(planned)[: len(result.accuracies)])
-        self._count_seconds(next((r.curve[-1]["seconds"] for r in reversed(results) if r.curve), 0.0))
-        self._tell("note", f"{len(results)} of {len(self.plan.blocks)} blocks were finished before")
+        self._clock.continue_from(next((r.curve[-1]["seconds"] for r in reversed(results) if r.curve), 0.0))
+        self._note(f"{len(results)} of {len(self.plan.blocks)} blocks were finished before")
         if len(results) == len(self.plan.blocks) or self._over(results):
             return self._images()
         with self._phase("cache", "check"):
             intact = self._intact(len(results))
         if intact:
             return self._cached(len(results))
-        self._tell("note", f"the cache of block {len(results)} is missing or damaged: it is written again")
+        self._note(f"the cache of block {len(results)} is missing or damaged: it is written again")
         levels = self._images()
         for number, planned in enumerate(blocks, 1):
             block = Block(self._exits(planned), self.recipe, self.device)
@@ -554,7 +388,7 @@ class Run:
         measured = self._measure(model, full, batch, device)
         summary = {
             "model": self.inputs.name or type(self.inputs.model).__name__,
-            **summarise(self.config, self.inputs.data, self.plan, self.meter, results, tuned, self.seconds),
+            **summarise(self.config, self.inputs.data, self.plan, self.meter, results, tuned, self._clock.seconds),
             "chosen": chosen,
             "val_accuracy": accuracy,
             "calibration": calibrated,
@@ -562,7 +396,7 @@ class Run:
             "eval_batch": batch,
             "parameters": {"model": count_parameters(model), "full": count_parameters(full)},
             "device": str(self.device),
-            "elapsed": self.elapsed,
+            "elapsed": self._clock.elapsed,
         }
         write_json(self.folder / "summary.json", summary)
         checkpoints.forget_pass()
@@ -578,12 +412,12 @@ class Run:
         count, chain = len(model.layers), self.inputs.chain
         part = replace(chain, layers=list(model.layers), names=chain.names[:count], shapes=chain.shapes[:count])
         whole = join(replace(part, classifier=model.head), [count])
-        job = replace(self._job([count]), one_block=True, epochs=self.config.finetune, stagger=0, frozen=0)
+        job = replace(self._planner.job([count]), one_block=True, epochs=self.config.finetune, stagger=0, frozen=0)
         with self._phase("profile", "the chosen layers together"):
             try:
-                (planned,) = make_plan(self._profile(whole, choose_precision=False), job).blocks
+                (planned,) = make_plan(self._planner.profile(whole, choose_precision=False), job).blocks
             except BudgetTooSmall as error:
-                self._tell("note", f"not fine-tuned: that takes {format_bytes(error.floor)} or more")
+                self._note(f"not fine-tuned: that takes {format_bytes(error.floor)} or more")
                 return None
         number = len(self.plan.blocks) + 1
         planned = replace(planned, first=chosen, last=chosen)
@@ -602,7 +436,7 @@ class Run:
         self.meter.release()
         if result.accuracies[0] <= accuracy:
             model.load_state_dict(read_tensors(self.folder / "model.pt")["weights"])
-            self._tell("note", "fine-tuning brought nothing: the weights are those from before")
+            self._note("fine-tuning brought nothing: the weights are those from before")
         self._tell("block_ended", number, result)
         return result
 
