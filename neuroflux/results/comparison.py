@@ -268,13 +268,13 @@ def write_comparison(folder: Path, cells: list[Cell], target: float | None, comm
     """Write ``comparison.json``, ``comparison.md`` and the plots to `folder`, and return the tables."""
     comparison = Comparison(folder, cells, target)
     write_json(folder / "comparison.json", {"command": command, "machine": machine(), "runs": comparison.to_rows()})
-    for name in ("accuracy_over_time", "time_to_target", "peak_memory", "final_models"):
+    by_budget = ("time_to_target", "peak_memory") if len(comparison.budgets) > 1 else ()
+    names = ("accuracy_over_time", *by_budget, "final_models")
+    for name in names:
         save_figure(getattr(comparison, name)(), folder / f"{name}.png")
     tables = comparison.tables()
     about = "\n".join(f"- {method}: {METHODS[method].about}" for method in comparison.methods)
-    plots = "\n\n".join(
-        f"![{name}]({name}.png)" for name in ("accuracy_over_time", "time_to_target", "peak_memory", "final_models")
-    )
+    plots = "\n\n".join(f"![{name}]({name}.png)" for name in names)
     text = f"# Comparison\n\n`{command}`\n\non {machine()}\n\n{about}\n\n{tables}\n\n{plots}\n"
     (folder / "comparison.md").write_text(text, encoding="utf-8")
     return tables
