@@ -395,7 +395,7 @@ def test_a_run_with_frozen_layers_is_resumed(options, capsys, monkeypatch):
     [
         (["--freeze=4"], "--freeze 4 leaves nothing to train"),
         (["--freeze=-1"], "--freeze -1 is too small"),
-        (["--init=nowhere.pth"], "there is no file nowhere.pth"),
+        (["--init=nowhere.pth"], "--init nowhere.pth: there is no such file or folder"),
         (["--init=data.npz"], "cannot read data.npz"),
         (["--init=torchvision:DEFAULT"], "torchvision has no such weights"),
         (["--init=torchvision:ResNet18_Weights.NOTHING"], "torchvision has no such weights"),

@@ -64,6 +64,8 @@ def load_weights(model: nn.Module, source: str, name: str) -> Loaded:
         NeuroFluxError: there is no such source, it cannot be read, or not one tensor fits.
     """
     path = _download(source, name) if source.startswith("torchvision:") else Path(source).expanduser()
+    if not path.exists():
+        raise NeuroFluxError(f"--init {source}: there is no such file or folder")
     found = _tensors(read_tensors(path / "model.pt" if path.is_dir() else path), source)
     wanted = {key: tensor for key, tensor in model.state_dict(keep_vars=True).items() if tensor.is_floating_point()}
     found = _renamed(found, wanted)

@@ -11,9 +11,10 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from neuroflux.errors import BudgetTooSmall
 from neuroflux.inputs.chain import Chain
 from neuroflux.planning.heads import AuxiliaryHead
-from neuroflux.planning.memory import Meter, set_allocator
+from neuroflux.planning.memory import Meter, format_bytes, set_allocator
 from neuroflux.planning.methods import Whole
 from neuroflux.planning.residence import Residence
 from neuroflux.planning.sizes import count_flops, elements, inner_elements
@@ -181,7 +182,9 @@ class Profiler:
                 if profile.step_peak(size) > room:
                     break
                 if not points:
+                    self.meter.reset()
                     profile.step_flops = bench.flops(size) / size
+                    self._check(profile.name)  # kernels take more when they run for the first time
                 peak, compact = bench.measure(size, compact=True)
                 points.append((size, peak))
                 fast = compact
@@ -197,6 +200,16 @@ class Profiler:
         profile.measured = bool(points)
         _smooth(profile)
         return profile
+
+    def _check(self, name: str) -> None:
+        """Raise BudgetTooSmall where the first step of layer `name` took more than the budget."""
+        if (peak := self.meter.peak()) > self.budget:
+            raise BudgetTooSmall(
+                f"the first step of {name} took {format_bytes(peak)}, over the budget of {format_bytes(self.budget)}; "
+                f"use --budget {-(-int(peak * 1.1) // 10**6)}MB or more",
+                peak,
+                name,
+            )
 
 
 def _smooth(profile: LayerProfile) -> None:

@@ -88,7 +88,10 @@ class Checkpoints:
 
     def load(self, number: int, modules: Sequence[nn.Module]) -> None:
         """Copy the weights of finished block `number` (from 1) into `modules`, its exits."""
-        content: dict[str, Any] = read_tensors(self._path(number))
+        try:
+            content: dict[str, Any] = read_tensors(self._path(number))
+        except NeuroFluxError as error:
+            raise NeuroFluxError(f"{error}; start the run again with another --out") from error
         try:
             for key, module in enumerate(modules):
                 module.load_state_dict(content[str(key)])

@@ -424,7 +424,7 @@ class Run:
         recipe = self._rated(planned.batch, count)
         block = Block(
             [Exit(whole.layers[0], model.head)],
-            replace(recipe, lr=recipe.lr * _FINETUNE_SHARE),
+            replace(recipe, lr=recipe.lr * _FINETUNE_SHARE, local_loss="pred"),
             self.device,
             self.config.finetune,
         )

@@ -58,6 +58,15 @@ def test_profiling_stays_within_the_budget(chain):
     assert max(result.layers[1].batches) < 64
 
 
+def test_a_first_step_that_passes_the_budget_ends_profiling(chain, monkeypatch):
+    from neuroflux.errors import BudgetTooSmall
+    from neuroflux.planning.memory import CpuMeter
+
+    monkeypatch.setattr(CpuMeter, "peak", lambda self: 201 * 10**6)
+    with pytest.raises(BudgetTooSmall, match=r"took 201.0 MB, over the budget of 200.0 MB; use --budget 222MB or more"):
+        profile(chain, 200 * 10**6)
+
+
 def test_a_layer_that_does_not_fit_is_estimated_not_run(chain):
     _, result = profile(chain, 300_000)
     assert not any(layer.measured for layer in result.layers)
