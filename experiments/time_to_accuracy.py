@@ -1,10 +1,10 @@
 """Time to accuracy against budget: NeuroFlux and the baselines on CIFAR-10, tables and plots.
 
-    python experiments/time_to_accuracy.py --data cifar10.npz                      # all methods, 4 hours on two cores
-    python experiments/time_to_accuracy.py --data cifar10.npz --limit_train 4000   # under 2 hours
+    python experiments/time_to_accuracy.py --data cifar10.npz                      # all methods: hours on two cores
+    python experiments/time_to_accuracy.py --data cifar10.npz --limit_train 4000
     python experiments/time_to_accuracy.py --data cifar10.npz --epochs 15 --methods neuroflux,backprop --budgets 512MB
     python experiments/time_to_accuracy.py --data cifar10.npz --budgets 80MB,96MB,128MB,160MB --name below-the-floor
-    python experiments/time_to_accuracy.py --data cifar10.npz --full               # all images, 30 passes: days
+    python experiments/time_to_accuracy.py --data cifar10.npz --full               # all images, 30 passes
 
 It calls neuroflux.compare, and keeps its tables, plots and numbers in a folder beside itself. Interrupted, it goes on
 when it is called again. The command that was run stands in comparison.md.

@@ -539,7 +539,7 @@ def _archive(path: Path) -> Iterator[zipfile.ZipFile]:
     try:
         with zipfile.ZipFile(path) as archive:
             yield archive
-    # zipfile raises RuntimeError for an encrypted and NotImplementedError for an unusually compressed member
+    # zipfile raises RuntimeError, or a subclass, for an encrypted or unusually compressed member
     except (zipfile.BadZipFile, zlib.error, EOFError, OSError, RuntimeError, ValueError) as error:
         raise NeuroFluxError(
             f"{path} is damaged or not an .npz file ({error}); write it again with numpy.savez"
