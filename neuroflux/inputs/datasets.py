@@ -8,7 +8,6 @@ The test images never depend on the seed, so runs with different seeds are judge
 from __future__ import annotations
 
 import difflib
-import fcntl
 import hashlib
 import io
 import itertools
@@ -41,9 +40,10 @@ from torchvision.datasets.utils import check_integrity
 
 from neuroflux.errors import NeuroFluxError
 from neuroflux.inputs.arrays import ArrayFile, ArrayWriter, write_json
+from neuroflux.inputs.locks import locked
 
 CHUNK = 4 << 20  # bytes of images that are in memory at once while converting
-STORE_VERSION = 1  # raise it when what is written changes, so that old stores are not reused
+STORE_VERSION = 2  # raise it when what is written changes, so that old stores are not reused
 VAL_SHARE = 0.1
 VAL_MOST = 5000
 STATISTICS_IMAGES = 10_000
@@ -351,8 +351,7 @@ def _obtain_store(source: _Source, root: Path) -> _Store:
         return store
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with open(folder.with_name(folder.name + ".lock"), "a") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # two runs that start together convert once
+        with locked(folder.with_name(folder.name + ".lock"), wait=True):  # two runs that start together convert once
             store = _open_store(folder)
             if store is None:
                 if folder.exists():

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from neuroflux.errors import NeuroFluxError
-from neuroflux.inputs.arrays import ArrayFile, ArrayWriter, write_json
+from neuroflux.inputs.arrays import ArrayFile, ArrayWriter, DamagedArray, write_json
 
 
 def write(path, rows, parts=1):
@@ -83,7 +83,7 @@ def test_a_file_of_the_wrong_length_is_refused(tmp_path, change):
     path = write(tmp_path / "a.npy", np.ones((4, 8), np.uint8))
     data = path.read_bytes()
     path.write_bytes(data[:change] if change < 0 else data + b"x")
-    with pytest.raises(NeuroFluxError, match=r"a\.npy has 28\d bytes instead of 288"):
+    with pytest.raises(NeuroFluxError, match=r"a\.npy has 30\d bytes instead of 304"):
         ArrayFile(path)
 
 
@@ -92,21 +92,39 @@ def test_a_file_cut_while_open_is_an_error_and_not_a_crash(tmp_path):
     array = ArrayFile(path)
     with open(path, "r+b") as file:
         file.truncate(ArrayWriter.HEADER + 9)
-    np.testing.assert_array_equal(array.read(np.array([0])), np.ones((1, 8)))
-    with pytest.raises(NeuroFluxError, match="ended early"):
+    with pytest.raises(DamagedArray, match="ended early"):
         array.read(np.array([1]))
+    with pytest.raises(DamagedArray, match="damaged near row 0"):  # its checksum is gone
+        array.read(np.array([0]))
 
 
 @pytest.mark.parametrize("bit", [0, 7])
-def test_a_flipped_bit_is_detected(tmp_path, bit):
+@pytest.mark.parametrize("place", [0, 13, 31, 32, 47])
+def test_a_flipped_bit_is_detected_where_it_is_read(tmp_path, bit, place):
     path = write(tmp_path / "a.npy", np.zeros((4, 8), np.uint8), parts=3)
     data = bytearray(path.read_bytes())
-    data[-5] ^= 1 << bit
+    data[ArrayWriter.HEADER + place] ^= 1 << bit
     path.write_bytes(data)
-    assert not ArrayFile(path).intact()
+    array = ArrayFile(path)
+    assert not array.intact()
+    row = place // 8 if place < 32 else (place - 32) // 4
+    for index in range(4):
+        if index == row:
+            with pytest.raises(DamagedArray, match=f"damaged near row {row}"):
+                array.read(np.array([index]))
+        else:
+            array.read(np.array([index]))
 
 
-@pytest.mark.parametrize("manifest", [None, "", "{", "[]", "{}", '{"shape": [4, 8], "dtype": "nonsense", "crc32": 0}'])
+def test_what_made_an_array_is_kept_with_it(tmp_path):
+    with ArrayWriter(tmp_path / "a.npy", (2,), np.uint8, origin="these weights") as writer:
+        writer.append(np.zeros((3, 2), np.uint8))
+    assert ArrayFile(tmp_path / "a.npy").origin == "these weights"
+
+
+@pytest.mark.parametrize(
+    "manifest", [None, "", "{", "[]", "{}", '{"shape": [4, 8], "dtype": "nonsense", "origin": "", "crc32": 0}']
+)
 def test_a_missing_or_broken_manifest_is_refused(tmp_path, manifest):
     path = write(tmp_path / "a.npy", np.ones((4, 8), np.uint8))
     path.with_suffix(".json").unlink()
