@@ -35,6 +35,7 @@ from neuroflux.errors import NeuroFluxError
 LARGE_IMAGE = 96
 SMALL_VGG = {"vgg11": "A", "vgg13": "B", "vgg16": "D", "vgg19": "E"}
 SMALL_RESNET = ("resnet18", "resnet34")
+_TIMM = "timm:"
 # torchvision's classification models that are not CNNs
 TRANSFORMERS = ("vit_", "swin_", "maxvit_")
 
@@ -49,6 +50,7 @@ def build_model(name: str, *, num_classes: int, in_channels: int, image_size: in
             vgg11, vgg13, vgg16, vgg19, resnet18, resnet34: their small-image (CIFAR) form where `image_size` < 96,
             otherwise torchvision's (VGG with batch norm);
             the name of another torchvision CNN, or `torchvision:NAME`, which always means torchvision's own;
+            `timm:NAME`: one of timm's, where that is installed;
             `package.module:factory`: your own, found from the current folder too. It is called with `num_classes`,
             and with `in_channels` and `image_size` if it has parameters of these names.
         num_classes: number of scores per image.
@@ -64,6 +66,8 @@ def build_model(name: str, *, num_classes: int, in_channels: int, image_size: in
     input_channels(name, image_size, in_channels)  # refuses what the model cannot take
     if _is_users(name):
         return _build_users(name, num_classes=num_classes, in_channels=in_channels, image_size=image_size)
+    if name.startswith(_TIMM):
+        return _build_timm(name, num_classes, in_channels)
     if image_size < LARGE_IMAGE and name in SMALL_VGG:
         return _small_vgg(SMALL_VGG[name], num_classes, in_channels, image_size)
     if image_size < LARGE_IMAGE and name in SMALL_RESNET:
@@ -85,6 +89,8 @@ def input_channels(name: str, image_size: int, in_channels: int) -> int:
     if _is_users(name):
         native = "in_channels" in _signature(name, _load_factory(name)).parameters
         remedy = "give the factory an in_channels parameter"
+    elif name.startswith(_TIMM):
+        return in_channels
     else:
         torchvision_name(name)
         native = image_size < LARGE_IMAGE and (name in SMALL_VGG or name in SMALL_RESNET)
@@ -248,7 +254,22 @@ def _nearest(name: str, candidates: Iterable[str]) -> str:
 
 
 def _is_users(name: str) -> bool:
-    return ":" in name and not name.startswith("torchvision:")
+    return ":" in name and not name.startswith(("torchvision:", _TIMM))
+
+
+def _build_timm(name: str, num_classes: int, in_channels: int) -> nn.Module:
+    try:
+        timm: Any = importlib.import_module("timm")
+    except ImportError as error:
+        raise NeuroFluxError(f"model {name}: timm is not installed: pip install 'neuroflux[timm]'") from error
+    own_name = name.removeprefix(_TIMM)
+    if own_name not in (known := timm.list_models()):
+        raise NeuroFluxError(f"unknown model {name!r}{_nearest(own_name, known) or '; timm.list_models() names all'}")
+    try:
+        model: nn.Module = timm.create_model(own_name, num_classes=num_classes, in_chans=in_channels)
+    except Exception as error:
+        raise NeuroFluxError(f"model {name}: timm cannot build it: {describe_failure(error)}") from error
+    return model
 
 
 @contextmanager

@@ -4,6 +4,7 @@ import gc
 import subprocess
 import sys
 import textwrap
+import types
 from pathlib import Path
 
 import pytest
@@ -327,3 +328,34 @@ def test_anonymous_memory_never_holds_the_model(tmp_path):
     built, traced = map(float, result.stdout.split())
     assert built < 12  # MB, of a model of 59 MB
     assert traced < 12
+
+
+class TestTimm:
+    """A stand-in for timm, which is not among what the tests need."""
+
+    @pytest.fixture(autouse=True)
+    def stand_in(self, monkeypatch):
+        module = types.ModuleType("timm")
+        module.list_models = lambda: ["tiny_net", "other_net"]
+
+        def create_model(name, num_classes, in_chans):
+            return nn.Sequential(
+                nn.Conv2d(in_chans, 4, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, num_classes)
+            )
+
+        module.create_model = create_model
+        monkeypatch.setitem(sys.modules, "timm", module)
+
+    def test_a_model_by_name_takes_any_channels(self):
+        assert input_channels("timm:tiny_net", 32, 5) == 5
+        model = build_model("timm:tiny_net", num_classes=6, in_channels=5, image_size=32)
+        assert model(torch.zeros(2, 5, 32, 32)).shape == (2, 6)
+
+    def test_an_unknown_name_has_a_hint(self):
+        with pytest.raises(NeuroFluxError, match="did you mean 'tiny_net'"):
+            build_model("timm:tiny_nte", num_classes=6, in_channels=3, image_size=32)
+
+    def test_without_timm_it_says_what_to_install(self, monkeypatch):
+        monkeypatch.setitem(sys.modules, "timm", None)
+        with pytest.raises(NeuroFluxError, match=r"neuroflux\[timm\]"):
+            build_model("timm:tiny_net", num_classes=6, in_channels=3, image_size=32)
