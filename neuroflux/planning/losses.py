@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from neuroflux.planning.heads import AuxiliaryHead, ClassicHead
+from neuroflux.planning.heads import Head
 
 # the paper weighs prediction by 0.01 and similarity by 0.99; here prediction keeps the scale that it has alone
 _SIMILARITY_SHARE = 0.99 / 0.01
@@ -29,7 +29,7 @@ def sim(head: nn.Module, output: torch.Tensor, labels: torch.Tensor, smoothing: 
 
     A head that is the model's own classifier has no features to compare, and is trained by `pred`.
     """
-    if not isinstance(head, (AuxiliaryHead, ClassicHead)):
+    if not isinstance(head, Head):
         return pred(head, output, labels, smoothing)
     hidden = head.embed(output)
     scores = head.classify(hidden.detach())
@@ -38,7 +38,7 @@ def sim(head: nn.Module, output: torch.Tensor, labels: torch.Tensor, smoothing: 
 
 def predsim(head: nn.Module, output: torch.Tensor, labels: torch.Tensor, smoothing: float) -> torch.Tensor:
     """Return `pred` and the mismatch of similarities, weighted as in the paper, through the same convolution."""
-    if not isinstance(head, (AuxiliaryHead, ClassicHead)):
+    if not isinstance(head, Head):
         return pred(head, output, labels, smoothing)
     hidden = head.embed(output)
     return _SIMILARITY_SHARE * mismatch(hidden, labels) + _cross_entropy(head.classify(hidden), labels, smoothing)

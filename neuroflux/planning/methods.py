@@ -134,7 +134,7 @@ class Method:
         lr: the highest learning rate for 32 images, for each optimizer.
         whole: the kind of layer that the chain becomes, or None where every layer learns by itself.
         one_block: whether all layers are trained side by side, whatever that takes.
-        head: the kind of head on every layer (see `heads.make_head`).
+        head: the kind of head on every layer (see `heads.make_head`), or "" for the one that is asked for.
         accumulate: whether gradients of several batches are added up, to those of `Config.batch_limit` images.
     """
 
@@ -142,7 +142,7 @@ class Method:
     lr: dict[str, float]
     whole: type[Whole] | None = None
     one_block: bool = False
-    head: str = "adaptive"
+    head: str = ""
     accumulate: bool = False
 
     def chain(self, chain: Chain, spans: list[int], compression: str) -> Chain:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
@@ -42,7 +42,7 @@ class Description:
     Attributes:
         model: the name that `build_model` knows, or "" where the model came as an object from Python.
         layers: how many layers of the chain are kept; `width` is the filters of the head on the last of them, which
-            is of the kind `head`.
+            is of the kind `head`, and where that looks ahead, stands for layers with the output shapes `ahead`.
         shape: of the images, (channels, height, width); `channels` is how many the first layer takes.
         mean, std: per image channel, in units of 0..255.
         raw: whether float images come prepared by the user's own transforms.
@@ -58,7 +58,8 @@ class Description:
     mean: list[float]
     std: list[float]
     raw: bool = False
-    head: str = "adaptive"
+    head: str = "conv"
+    ahead: list[list[int]] = field(default_factory=list)
     temperature: float = 1.0
 
 
@@ -127,7 +128,11 @@ def load(path: str | Path, model: nn.Module | None = None) -> StreamlinedModel:
     chain = trace_chain(model, shape)
     if not 1 <= description.layers <= len(chain.layers):
         raise NeuroFluxError(f"{path} wants {description.layers} layers of a model that has {len(chain.layers)}")
-    head = make_head(chain, description.layers - 1, classes, description.width, 0, description.head)
+    try:
+        index, kind = description.layers - 1, description.head
+        head = make_head(chain, index, classes, description.width, 0, kind, description.ahead)
+    except (ValueError, TypeError, RuntimeError) as error:
+        raise NeuroFluxError(f"{path} describes a head that cannot be built: {error}") from error
     streamlined = StreamlinedModel(list(chain.layers[: description.layers]), head, description)
     try:
         streamlined.load_state_dict(weights, assign=True)
