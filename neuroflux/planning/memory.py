@@ -199,6 +199,17 @@ class AcceleratorMeter(Meter):
         torch.accelerator.empty_cache()
 
 
+# what the CPU allocator, oneDNN and the C++ library say when the system gives them no memory
+_NO_MEMORY = ("can't allocate memory", "not enough memory", "out of memory", "bad_alloc", "could not create a memory")
+
+
+def is_allocation_failure(error: BaseException) -> bool:
+    """Return whether `error` says that memory could not be had."""
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error).lower() for words in _NO_MEMORY)
+
+
 def make_meter(device: torch.device, budget: int) -> Meter:
     """Return the meter for `device`; on an accelerator the allocator is capped at `budget` bytes."""
     gc.freeze()  # what was imported is no garbage: collections, which follow every release, need not look at it

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from neuroflux.errors import BudgetTooSmall
+from neuroflux.errors import BudgetTooSmall, NeuroFluxError
 from neuroflux.inputs.chain import Chain
 from neuroflux.planning.heads import AuxiliaryHead
-from neuroflux.planning.memory import Meter, format_bytes, set_allocator
+from neuroflux.planning.memory import Meter, format_bytes, is_allocation_failure, set_allocator
 from neuroflux.planning.methods import Whole
 from neuroflux.planning.residence import Residence
 from neuroflux.planning.sizes import count_flops, elements, inner_elements
@@ -178,28 +178,46 @@ class Profiler:
         points: list[tuple[int, float]] = []
         kept: list[tuple[int, float]] = []
         with _Bench(self, Exit(chain.layers[index], head), profile.input_shape, recipe) as bench:
-            for size in sizes:
+            while sizes:
+                size = sizes.pop(0)
                 if profile.step_peak(size) > room:
                     break
-                if not points:
-                    self.meter.reset()
-                    profile.step_flops = bench.flops(size) / size
-                    self._check(profile.name)  # kernels take more when they run for the first time
-                peak, compact = bench.measure(size, compact=True)
+                try:
+                    if not points:
+                        self.meter.reset()
+                        profile.step_flops = bench.flops(size) / size
+                        self._check(profile.name)  # kernels take more when they run for the first time
+                    peak, compact = bench.measure(size, compact=True)
+                    fast, fast_peak = compact, None
+                    if profile.step_peak(size, compact=False) <= room:
+                        fast_peak, fast = bench.measure(size, compact=False)
+                    profile.forward_seconds = bench.forward_seconds(size) / size
+                except (RuntimeError, MemoryError) as error:
+                    if not is_allocation_failure(error):
+                        raise
+                    # other processes have the memory: what is known of smaller sizes has to do
+                    sizes = self._smaller(size, profile.name) if not points else []
+                    continue
                 points.append((size, peak))
-                fast = compact
-                if profile.step_peak(size, compact=False) <= room:
-                    peak, fast = bench.measure(size, compact=False)
-                    kept.append((size, peak))
+                if fast_peak is not None:
+                    kept.append((size, fast_peak))
                 profile.batches.append(size)
                 profile.compact_seconds.append(compact)
                 profile.fast_seconds.append(min(fast, compact))
-                profile.forward_seconds = bench.forward_seconds(size) / size
                 profile.compact_peak = _fit(points, estimate[1])
                 profile.fast_peak = _fit(kept, estimate[1]) if len(kept) > 1 else _scaled(profile.compact_peak)
         profile.measured = bool(points)
         _smooth(profile)
         return profile
+
+    def _smaller(self, size: int, name: str) -> list[int]:
+        """Return what to try where the system has no memory for a step of `size` images of layer `name`."""
+        if size == 2:
+            raise NeuroFluxError(
+                f"the system has no memory left to train {name} with 2 images: other processes have taken it, or a "
+                f"limit is set; free some and start again"
+            )
+        return [2]
 
     def _check(self, name: str) -> None:
         """Raise BudgetTooSmall where the first step of layer `name` took more than the budget."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -195,18 +196,32 @@ class ExitTrainer:
         self.optimizer: ParameterwiseOptimizer | AccumulatingOptimizer = kind(
             [p for p in exit.parameters() if p.requires_grad], recipe
         )
+        # the statistics of norms change in the forward pass, before it is known whether the loss is finite
+        self._statistics = [(buffer, buffer.clone()) for buffer in exit.buffers()]
 
     def step(self, features: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Train on one batch: features (N, C, H, W), labels (N,).
+        """Train on one batch: features (N, C, H, W), labels (N,). Where the loss is not finite, nothing is changed.
 
         Returns:
             The detached output features (N, C', H', W') and the loss (scalar).
         """
+        for buffer, before in self._statistics:
+            before.copy_(buffer)
         with self.recipe.autocast(self.device):
             output = self.exit.layer(features)
             loss = LOSSES[self.recipe.local_loss](self.exit.head, output, labels, self.recipe.label_smoothing)
-        self.optimizer.backward(loss, len(labels))
+        if math.isfinite(loss.item()):
+            self.optimizer.backward(loss, len(labels))
+        else:
+            for buffer, before in self._statistics:
+                buffer.copy_(before)
         return output.detach(), loss.detach()
+
+    def discard(self) -> None:
+        """Drop what a step that could not be finished has left: gradients, and the statistics of norms."""
+        self.exit.zero_grad()
+        for buffer, before in self._statistics:
+            buffer.copy_(before)
 
     def close(self) -> None:
         """Free gradients and optimizer state."""

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from neuroflux.errors import NeuroFluxError
+from neuroflux.planning.memory import is_allocation_failure
 from neuroflux.planning.residence import Residence
 from neuroflux.planning.step import Exit, ExitTrainer, Recipe
 from neuroflux.training.cache import Batches, Level
@@ -22,6 +23,14 @@ from neuroflux.training.timing import Timing
 _WARM_UP = 0.15
 # batch norm cannot train on one image when a map has a single pixel
 SMALLEST_BATCH = 2
+# a loss that is not finite: the step is skipped and the layer's rate multiplied by this, down to the least share
+_CAUTION, _LEAST_CAUTION = 0.5, 1 / 64
+# so many such steps in a row mean that the weights themselves are spoilt
+_HOPELESS = 8
+
+
+class Diverged(NeuroFluxError):
+    """The losses of a block stay infinite or undefined."""
 
 
 @dataclass
@@ -30,7 +39,8 @@ class Progress:
 
     Attributes:
         images, total: images trained on in this epoch, and in a whole one.
-        losses: the local loss of every layer of the block that has begun; nan for those that have finished.
+        losses: the local loss of every layer of the block that has begun; nan for those that have finished, and for
+            steps that were skipped.
         passes: how many passes the layers that have begun take in all.
         peak: the bytes that the step took at most.
         waited: seconds that this epoch has waited for data.
@@ -56,10 +66,14 @@ def rate(progress: float) -> float:
 
 @dataclass
 class _Learner:
-    """A layer that has begun to learn, in pass `start` of its block; `trainer` is None once it has finished."""
+    """A layer that has begun to learn, in pass `start` of its block; `trainer` is None once it has finished.
+
+    Its rate is multiplied by `caution`, which falls below 1 where losses were not finite.
+    """
 
     trainer: ExitTrainer | None
     start: int
+    caution: float = 1.0
 
 
 class Block:
@@ -72,6 +86,8 @@ class Block:
         exits: the layers that have begun, each with its head. Those of the plan that lie deeper wait until `start`.
         passes: how many passes have been made.
         timing: seconds of the parts of a training step: ``inputs``, and each layer by its place in the block.
+        skipped: how many steps changed nothing in some layer, whose loss was not finite.
+        caution: all rates are multiplied by this.
     """
 
     def __init__(self, exits: list[Exit], recipe: Recipe, device: torch.device, epochs: int = 1) -> None:
@@ -82,15 +98,22 @@ class Block:
         self._residence = Residence([*exits], device, recipe.memory_format)
         self._learners: list[_Learner] = []
         self.timing = Timing(device)
+        self.skipped, self.caution = 0, 1.0
+        self._in_a_row = 0
 
     @contextmanager
     def on_device(self) -> Iterator[None]:
-        """Keep a copy of the block's weights on the device, and write it back to where they rest at the end."""
+        """Keep a copy of the block's weights on the device, and write it back to where they rest at the end.
+
+        Where that end is an error, they rest as they were.
+        """
         self._residence.fetch()
         try:
             yield
-        finally:
-            self._residence.store()
+        except BaseException:
+            self._residence.drop()
+            raise
+        self._residence.store()
 
     @contextmanager
     def training(self) -> Iterator[None]:
@@ -99,10 +122,20 @@ class Block:
         try:
             yield
         finally:
-            for learner in self._learners:
-                if learner.trainer is not None:
-                    learner.trainer.close()
-            self._learners = []
+            self._close()
+
+    def _close(self) -> None:
+        for learner in self._learners:
+            if learner.trainer is not None:
+                learner.trainer.close()
+        self._learners = []
+
+    def restart(self) -> None:
+        """Go back, inside `training`, to the weights that rest, with no layer started."""
+        self._close()
+        self.exits, self.passes, self._in_a_row = [], 0, 0
+        self._residence.drop()
+        self._residence.fetch()
 
     def start(self, count: int) -> None:
         """Let the first `count` layers learn, or all that there are; those that have begun go on."""
@@ -116,18 +149,21 @@ class Block:
             "passes": self.passes,
             "exits": [dict(exit.state_dict()) for exit in self.exits],
             "starts": [learner.start for learner in self._learners],
+            "cautions": [learner.caution for learner in self._learners],
+            "caution": self.caution,
+            "skipped": self.skipped,
             "optimizers": [learner.trainer and learner.trainer.optimizer.state() for learner in self._learners],
         }
 
     def restore(self, state: dict[str, Any]) -> None:
         """Go on from what `state` returned, inside `training`, with no layer started yet."""
         self.start(len(state["exits"]))
-        self.passes = state["passes"]
+        self.passes, self.caution, self.skipped = state["passes"], state["caution"], state["skipped"]
         for exit, weights in zip(self.exits, state["exits"], strict=True):
             exit.load_state_dict(weights)
-        parts = zip(self._learners, self.exits, state["starts"], state["optimizers"], strict=True)
-        for learner, exit, start, gathered in parts:
-            learner.start = start
+        parts = zip(self._learners, self.exits, state["starts"], state["cautions"], state["optimizers"], strict=True)
+        for learner, exit, start, caution, gathered in parts:
+            learner.start, learner.caution = start, caution
             if gathered is not None and learner.trainer is not None:
                 learner.trainer.optimizer.restore(gathered)
             else:
@@ -155,7 +191,8 @@ class Block:
         """Set the learning rate of every layer to what suits it after `share` (0..1) of this pass."""
         for learner in self._learners:
             if learner.trainer is not None:
-                learner.trainer.optimizer.set_rate(rate((self.passes + share - learner.start) / self._epochs))
+                progress = (self.passes + share - learner.start) / self._epochs
+                learner.trainer.optimizer.set_rate(rate(progress) * learner.caution * self.caution)
 
     def end_pass(self) -> None:
         """Apply gradients that wait for more of their kind (`Recipe.accumulate`), and finish layers that are done."""
@@ -172,7 +209,11 @@ class Block:
     ) -> list[float]:
         """Train on one batch: stored `rows` of `level`, labels (N,). Returns the loss of each layer.
 
-        A layer's graph is gone before the next layer runs, so the block's peak is that of its largest layer.
+        A layer's graph is gone before the next layer runs, so the block's peak is that of its largest layer. A layer
+        whose loss is not finite is left as it is, and is more careful from then on.
+
+        Raises:
+            Diverged: that happens again and again.
         """
         self.timing.begin(len(labels))
         features = self.input(level, rows, generator)
@@ -190,7 +231,27 @@ class Block:
                     )
             losses.append(loss)
             self.timing.lap(str(number))
-        return torch.stack(losses).tolist()
+        found = torch.stack(losses).tolist()
+        self._watch(found)
+        return found
+
+    def _watch(self, losses: list[float]) -> None:
+        """Lower the rate of layers whose loss is not finite, and count the steps in which there are some."""
+        bad = [place for place in self.learning if not math.isfinite(losses[place])]
+        self._in_a_row = self._in_a_row + 1 if bad else 0
+        self.skipped += bool(bad)
+        for place in bad:
+            self._learners[place].caution = max(_LEAST_CAUTION, self._learners[place].caution * _CAUTION)
+        if self._in_a_row >= _HOPELESS:
+            raise Diverged(
+                f"the loss of layer {bad[0] + 1} of the block was {losses[bad[0]]} in {self._in_a_row} steps in a row"
+            )
+
+    def discard(self) -> None:
+        """Drop what a step that could not be finished has left."""
+        for learner in self._learners:
+            if learner.trainer is not None:
+                learner.trainer.discard()
 
     @torch.no_grad()
     def features(self, features: torch.Tensor) -> torch.Tensor:
@@ -227,9 +288,12 @@ class Block:
 def train_epoch(block: Block, level: Level, guard: Guard, generator: torch.Generator) -> Iterator[Progress]:
     """Make one pass over `level` and say after every step how it went.
 
+    A batch for which the system has no memory is taken in halves.
+
     Raises:
-        NeuroFluxError: a loss is no longer finite.
+        Diverged: losses are no longer finite.
         BudgetTooSmall: not even the smallest batch fits.
+        NeuroFluxError: the system has no memory for the smallest batch.
     """
     total = len(level.labels)
     level.view = block.passes % level.views
@@ -242,13 +306,25 @@ def train_epoch(block: Block, level: Level, guard: Guard, generator: torch.Gener
     batches = Batches(level, order, size, SMALLEST_BATCH)
     done = 0
     for rows, indices in batches:
-        block.set_time(done / total)
-        losses = block.train_batch(level, rows, torch.from_numpy(level.labels[indices]), generator)
+        pieces = [(rows, torch.from_numpy(level.labels[indices]))]
         del rows
-        bad = next((k for k in block.learning if not math.isfinite(losses[k])), None)
-        if bad is not None:
-            raise NeuroFluxError(f"the loss of layer {bad + 1} of the block became {losses[bad]}; lower --lr")
-        done += len(indices)
-        peak = guard.after_step(len(indices))
-        yield Progress(done, total, len(indices), losses, peak, batches.waited, batches.reading, block.last_pass)
+        while pieces:
+            rows, labels = pieces.pop()
+            block.set_time(done / total)
+            try:
+                losses = block.train_batch(level, rows, labels, generator)
+            except (RuntimeError, MemoryError) as error:
+                if not is_allocation_failure(error):
+                    raise
+                losses = []
+            if not losses:  # here, what the error held is gone
+                block.discard()
+                guard.failed(len(labels))
+                half = len(labels) // 2
+                pieces += [(rows[half:], labels[half:]), (rows[:half], labels[:half])]
+                continue
+            del rows
+            done += len(labels)
+            peak = guard.after_step(len(labels))
+            yield Progress(done, total, len(labels), losses, peak, batches.waited, batches.reading, block.last_pass)
     block.end_pass()

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
-from neuroflux.errors import BudgetTooSmall
-from neuroflux.planning.memory import FAST_SHARE, Meter, format_bytes, set_allocator
+from neuroflux.errors import BudgetTooSmall, NeuroFluxError
+from neuroflux.planning.memory import FAST_SHARE, Meter, format_bytes, is_allocation_failure, set_allocator
+
+T = TypeVar("T")
 
 # a peak within this share of the budget counts as pressure: the next step may take a little more than this one
 _SLACK = 0.02
+# steps until a batch that was halved since the system had no memory may grow, at the first time; then twice as many
+_PATIENCE = 10
 # how much more than measured one more image may take while the batch grows
 _DOUBT = 1.1
 
@@ -22,9 +26,13 @@ class Guard:
     fits, so a wrong prediction is found out before the budget is crossed. When a step comes too close to the budget,
     freed memory is given back first, and then the batch shrinks.
 
+    Other processes may take memory away, so that an allocation fails within the budget: the batch is then halved, and
+    grows back after some steps.
+
     Attributes:
         batch: the size of the next batch.
         shrunk: how often the planned batch had to be reduced.
+        failures: how often the system had no memory for a step.
     """
 
     def __init__(self, meter: Meter, budget: int, planned: int, smallest: int, compact: bool) -> None:
@@ -33,7 +41,8 @@ class Guard:
         self._target = max(planned, smallest)
         self._compact = compact
         self.batch = max(smallest, self._target // 4)
-        self.shrunk = 0
+        self.shrunk = self.failures = 0
+        self._wait = 0  # steps until the batch may grow again
         set_allocator(compact)
         meter.release()
         meter.reset()
@@ -42,7 +51,7 @@ class Guard:
 
     def state(self) -> dict[str, Any]:
         """Return what the guard goes on from, as plain values."""
-        names = ("_target", "_compact", "batch", "shrunk", "_measured")
+        names = ("_target", "_compact", "batch", "shrunk", "failures", "_wait", "_measured")
         return {name: getattr(self, name) for name in names}
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -79,6 +88,8 @@ class Guard:
         self._measured[size] = max(peak, self._measured.get(size, 0))
         if peak > self._limit:
             self._relieve(peak, size)
+        elif self._wait:
+            self._wait -= 1
         elif self.batch < self._target and size == self.batch:
             room = int((self._limit - peak) / self._bytes_per_image(size))
             self.batch = min(self._target, 2 * size, size + room)
@@ -86,6 +97,26 @@ class Guard:
                 self._target = size
                 self.shrunk += 1
         return peak
+
+    def failed(self, size: int) -> None:
+        """Give memory back and halve the batch: the system had none left for a step of `size` images.
+
+        Raises:
+            NeuroFluxError: that is the smallest batch.
+        """
+        if size < 2 * self._smallest:
+            raise NeuroFluxError(
+                f"the system has no memory left for a batch of {size} images, though it is within the budget of "
+                f"{format_bytes(self._budget)}: other processes have taken it, or a limit is set; free some, and go on "
+                f"with --resume"
+            )
+        self.failures += 1
+        self._wait = _PATIENCE * 2 ** min(self.failures, 6)
+        self.batch = size // 2
+        self._compact = True
+        set_allocator(compact=True)
+        self._meter.release()
+        self._meter.reset()
 
     def _bytes_per_image(self, size: int) -> float:
         """Return what one more image than `size` may take, from this size and the next smaller one measured."""
@@ -112,3 +143,24 @@ class Guard:
             )
         self._meter.release()
         self._meter.reset()
+
+
+def fitting(work: Callable[[int], T], batch: int, meter: Meter) -> T:
+    """Return `work(batch)`, or of half the batch as often as the system has no memory for it.
+
+    Raises:
+        NeuroFluxError: it has none for a single image.
+    """
+    while True:
+        try:
+            return work(batch)
+        except (RuntimeError, MemoryError) as error:
+            if not is_allocation_failure(error):
+                raise
+        if batch == 1:
+            raise NeuroFluxError(
+                "the system has no memory left for a single image: other processes have taken it, or a limit is set; "
+                "free some, and go on with --resume"
+            )
+        batch //= 2
+        meter.release()

@@ -7,10 +7,11 @@ import pytest
 import torch
 from torch import nn
 
-from neuroflux.errors import NeuroFluxError
-from neuroflux.planning.heads import AuxiliaryHead, adaptive_width
+from neuroflux.inputs.chain import trace_chain
+from neuroflux.inputs.models import build_model
+from neuroflux.planning.heads import AuxiliaryHead, adaptive_width, layers_ahead, make_head
 from neuroflux.planning.step import Exit, ExitTrainer, Recipe
-from neuroflux.training.block import Block, rate, train_epoch
+from neuroflux.training.block import Block, Diverged, rate, train_epoch
 
 CPU = torch.device("cpu")
 
@@ -175,14 +176,114 @@ def test_evaluation_changes_nothing():
     assert all(torch.equal(v, exits[0].state_dict()[k]) for k, v in before.items())
 
 
-def test_a_loss_that_is_not_finite_is_named():
+def test_a_step_whose_loss_is_not_finite_is_skipped_and_the_rate_is_lowered():
     exits, level = make_exits(), Images()
     level.images[5] = float("nan")
+    block = Block(exits, Recipe(lr=0.05), CPU)
+    with block.training():
+        block.start(2)
+        steps = list(train_epoch(block, level, FixedGuard(10), torch.Generator().manual_seed(0)))
+        bad = [step for step in steps if not all(map(math.isfinite, step.losses))]
+        assert len(bad) == block.skipped == 1
+        assert [learner.caution for learner in block._learners] == [0.5, 0.5]
+    for exit in exits:
+        assert all(torch.isfinite(tensor).all() for tensor in exit.state_dict().values())
+
+
+def test_a_skipped_step_changes_nothing():
+    exit = make_exits()[0]
+    trainer = ExitTrainer(exit, Recipe(lr=0.05), CPU)
+    labels = torch.tensor([0, 1, 2, 0])
+    trainer.step(torch.randn(4, 3, 8, 8), labels)
+    before = {name: tensor.clone() for name, tensor in exit.state_dict().items()}
+    _, loss = trainer.step(torch.full((4, 3, 8, 8), float("inf")), labels)
+    assert not math.isfinite(float(loss))
+    assert all(torch.equal(tensor, before[name]) for name, tensor in exit.state_dict().items())
+    trainer.step(torch.randn(4, 3, 8, 8), labels)
+    assert not torch.equal(before["layer.0.weight"], exit.layer[0].weight)
+
+
+def test_losses_that_stay_infinite_are_an_error_that_names_the_layer():
+    exits, level = make_exits(), Images()
+    with torch.no_grad():
+        exits[1].layer[0].weight.fill_(float("nan"))
     block = Block(exits, Recipe(), CPU)
     with block.training():
         block.start(2)
-        with pytest.raises(NeuroFluxError, match="layer 1 of the block became nan; lower --lr"):
-            list(train_epoch(block, level, FixedGuard(10), torch.Generator().manual_seed(0)))
+        with pytest.raises(Diverged, match="layer 2 of the block was nan in 8 steps in a row"):
+            list(train_epoch(block, level, FixedGuard(5), torch.Generator().manual_seed(0)))
+
+
+class Scarce:
+    """A block that has memory for a step of `most` images only."""
+
+    def __init__(self, block, most):
+        self._block, self.most, self.failed = block, most, []
+
+    def __getattr__(self, name):
+        return getattr(self._block, name)
+
+    def train_batch(self, level, rows, labels, generator):
+        if len(labels) > self.most:
+            self.failed.append(len(labels))
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 99 bytes")
+        return self._block.train_batch(level, rows, labels, generator)
+
+
+class HalvingGuard(FixedGuard):
+    def failed(self, size):
+        self.batch = size // 2
+
+
+def test_a_batch_for_which_there_is_no_memory_is_taken_in_halves_to_the_last_image():
+    exits, level = make_exits(), Images()
+    block = Block(exits, Recipe(lr=0.05), CPU)
+    with block.training():
+        block.start(2)
+        scarce = Scarce(block, 6)
+        steps = list(train_epoch(scarce, level, HalvingGuard(20), torch.Generator().manual_seed(0)))
+    assert scarce.failed[:2] == [20, 10]
+    assert steps[-1].images == 60
+    assert max(step.batch for step in steps) <= 6
+
+
+def test_another_error_is_no_lack_of_memory():
+    block = Block(make_exits(), Recipe(), CPU)
+    with block.training():
+        block.start(2)
+        block.train_batch = lambda *_: (_ for _ in ()).throw(RuntimeError("shapes do not match"))
+        with pytest.raises(RuntimeError, match="shapes"):
+            list(train_epoch(block, Images(), FixedGuard(5), torch.Generator().manual_seed(0)))
+
+
+def test_a_step_that_failed_half_way_leaves_nothing():
+    exit = make_exits()[0]
+    trainer = ExitTrainer(exit, Recipe(lr=0.05), CPU)
+    trainer.step(torch.randn(4, 3, 8, 8), torch.tensor([0, 1, 2, 0]))
+    before = exit.layer[1].running_mean.clone()
+    for buffer, copy in trainer._statistics:
+        copy.copy_(buffer)
+    exit(torch.randn(4, 3, 8, 8))[1].sum()
+    exit.layer[0].weight.grad = torch.ones_like(exit.layer[0].weight)
+    trainer.discard()
+    assert torch.equal(exit.layer[1].running_mean, before)
+    assert all(p.grad is None for p in exit.parameters())
+
+
+def test_weights_rest_as_they_were_after_an_error():
+    exits = make_exits()
+    before = [p.detach().clone() for p in exits[0].parameters()]
+    block = Block(exits, Recipe(lr=0.05), CPU)
+
+    def fail():
+        with block.on_device(), block.training():
+            block.start(2)
+            list(train_epoch(block, Images(), FixedGuard(10), torch.Generator().manual_seed(0)))
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    assert all(torch.equal(a, b) for a, b in zip(before, exits[0].parameters(), strict=True))
 
 
 def test_a_last_batch_of_one_image_is_left_out():
@@ -219,6 +320,18 @@ def test_low_precision_trains_too(precision):
 def test_heads_fit_any_map(size):
     head = AuxiliaryHead(8, size, 5, 16)
     assert head(torch.randn(3, 8, *size)).shape == (3, 5)
+
+
+@pytest.mark.parametrize("index", range(7))
+def test_a_head_looks_ahead_at_fewer_layers_the_deeper_it_is(index):
+    chain = trace_chain(build_model("vgg11", num_classes=4, in_channels=3, image_size=32), (3, 32, 32))
+    ahead = layers_ahead(chain, index)
+    assert len(ahead) == (3, 3, 2, 2, 1, 1, 1)[index]
+    assert ahead[-1] == list(chain.shapes[-1])
+    head = make_head(chain, index, 4, 48, 0, "auglocal")
+    convs = [module for module in head.modules() if isinstance(module, nn.Conv2d)]
+    assert [conv.out_channels for conv in convs] == [min(48, shape[0]) for shape in ahead]
+    assert head(torch.randn(3, *chain.shapes[index])).shape == (3, 4)
 
 
 def test_wider_layers_get_wider_heads_within_bounds():

@@ -2,9 +2,9 @@
 
 import pytest
 
-from neuroflux.errors import BudgetTooSmall
+from neuroflux.errors import BudgetTooSmall, NeuroFluxError
 from neuroflux.planning.memory import Meter
-from neuroflux.training.guard import Guard
+from neuroflux.training.guard import Guard, fitting
 
 MB = 10**6
 
@@ -119,3 +119,70 @@ def test_the_peak_of_a_pause_is_not_taken_for_that_of_a_step():
     machine.batch = 4
     assert guard.after_step(4) == 14 * MB
     assert machine.highest == 95 * MB
+
+
+def test_a_batch_that_was_halved_by_others_grows_back():
+    machine = Machine(10 * MB, MB)
+    guard, _ = run(machine, 100 * MB, 64)
+    guard.failed(64)
+    assert guard.batch == 32
+    sizes = []
+    for _ in range(60):
+        machine.batch = size = guard.batch
+        guard.after_step(size)
+        sizes.append(size)
+    assert sizes[0] == 32
+    assert sizes[-1] == 64
+    assert (guard.failures, guard.shrunk) == (1, 0)
+
+
+def test_the_more_often_memory_lacks_the_longer_the_batch_stays_small():
+    machine = Machine(10 * MB, MB)
+    guard, _ = run(machine, 100 * MB, 64)
+
+    def steps_until_it_grows():
+        guard.failed(guard.batch)
+        size, steps = guard.batch, 0
+        while guard.batch == size:
+            machine.batch = size
+            guard.after_step(size)
+            steps += 1
+        return steps
+
+    first, second = steps_until_it_grows(), steps_until_it_grows()
+    assert second > first
+
+
+def test_without_memory_for_the_smallest_batch_it_says_what_to_do():
+    guard, _ = run(Machine(10 * MB, MB), 100 * MB, 64)
+    with pytest.raises(NeuroFluxError, match=r"no memory left for a batch of 3 images.*--resume"):
+        guard.failed(3)
+
+
+@pytest.mark.parametrize(
+    "error", [MemoryError(), RuntimeError("[enforce fail] DefaultCPUAllocator: not enough memory")]
+)
+def test_work_is_tried_with_half_the_batch_where_memory_lacks(error):
+    tried = []
+
+    def work(batch):
+        tried.append(batch)
+        if batch > 5:
+            raise error
+        return "done"
+
+    assert fitting(work, 40, Machine(0, 0)) == "done"
+    assert tried == [40, 20, 10, 5]
+
+
+def test_work_that_fits_with_no_batch_says_so_and_other_errors_pass():
+    def lacking(batch):
+        raise MemoryError
+
+    def broken(batch):
+        raise RuntimeError("no such kernel")
+
+    with pytest.raises(NeuroFluxError, match="no memory left for a single image"):
+        fitting(lacking, 4, Machine(0, 0))
+    with pytest.raises(RuntimeError, match="no such kernel"):
+        fitting(broken, 4, Machine(0, 0))
