@@ -21,18 +21,22 @@ from typing import Any
 from neuroflux.results.comparison import machine
 from neuroflux.results.report import table
 
+ANEW = "--cache_views=0"
 ROWS = {
-    "one view, a loss on every layer": [],
+    "one cached view": [],
     "3 cached views": ["--cache_views=3"],
-    "a view for every pass": ["--cache_views=0"],
-    "spans of 2": ["--gradient_span=2"],
-    "spans of 2, 3 views": ["--gradient_span=2", "--cache_views=3"],
-    "spans of 3, 3 views": ["--gradient_span=3", "--cache_views=3"],
-    "longest spans": ["--gradient_span=auto", "--cache_views=3"],
-    "predsim": ["--local_loss=predsim"],
-    "sim": ["--local_loss=sim"],
-    "label smoothing 0.1": ["--label_smoothing=0.1"],
-    "all layers start at once": ["--stagger=0"],
+    "images anew in every pass": [ANEW],
+    "anew, spans of 2": [ANEW, "--gradient_span=2"],
+    "anew, spans of 3": [ANEW, "--gradient_span=3"],
+    "anew, longest spans": [ANEW, "--gradient_span=auto"],
+    "anew, heads that look ahead": [ANEW, "--head=auglocal"],
+    "anew, predsim": [ANEW, "--local_loss=predsim"],
+    "anew, sim": [ANEW, "--local_loss=sim"],
+    "anew, label smoothing 0.1": [ANEW, "--label_smoothing=0.1"],
+    "anew, all layers start at once": [ANEW, "--stagger=0"],
+    "anew, spans of 2, 2 passes end to end": [ANEW, "--gradient_span=2", "--finetune=2"],
+    "one cached view, fp32": ["--cache_dtype=fp32"],
+    "one cached view, int8": ["--cache_dtype=int8"],
     "backprop": ["--method=backprop"],
 }
 
@@ -42,7 +46,7 @@ def run(more: list[str], given: argparse.Namespace, seed: int) -> dict[str, Any]
     with tempfile.TemporaryDirectory() as scratch:
         out = Path(scratch) / "run"
         budget = given.backprop_budget if "--method=backprop" in more else given.budget
-        more = [f"--cache_views={given.epochs}" if word == "--cache_views=0" else word for word in more]
+
         options = [f"--budget={budget}", f"--model={given.model}", f"--data={given.data}", f"--seed={seed}"]
         options += [
             f"--limit_train={given.limit_train}",

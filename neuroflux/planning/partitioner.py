@@ -30,7 +30,8 @@ _SURE = 1.1
 _MARGIN_SHARE, _MARGIN_BYTES = 0.04, 4_000_000
 # batches in memory at once while one is trained on: being read, and waiting
 READ_AHEAD = 2
-_FEATURE_BYTES = 2  # cached features are fp16
+# images that run through finished layers at once, at most; a forward pass takes no more than training half as many
+FORWARD_BATCH = 16
 # what a plan that was edited may ask for at most
 _LARGEST_BATCH, _WIDEST = 65_536, 4096
 _START_UP = 0.3  # seconds: a block's weights, optimizer and first, smaller steps
@@ -167,7 +168,9 @@ class Job:
         method: how the chain is trained (see `methods`); with `one_block` all its layers are one block.
         stagger: the passes after which the next layer of a block begins.
         spans: how many of the model's own layers each layer holds; empty for one each.
-        views: how many views of every training image a cache holds.
+        views: how many views of every training image a cache holds; 0 for no cache: images run through the finished
+            layers again in every pass.
+        feature_bytes: what each number of a cached feature takes.
         frozen: so many first layers only run forward, once: they are a block of their own.
     """
 
@@ -184,6 +187,7 @@ class Job:
     stagger: int = 0
     spans: Sequence[int] = ()
     views: int = 1
+    feature_bytes: int = 2
     frozen: int = 0
 
 
@@ -206,8 +210,16 @@ class Partitioner:
         step = max(layer.step_peak(batch, compact) for layer in layers)
         if not compact and len(layers) > 1:
             step *= _KEPT_SHARE
-        tensors = resident + waiting + step
+        tensors = resident + waiting + max(step, self._forward_peak(first, batch))
         return int((self.profile.overhead + tensors) * (1 + _MARGIN_SHARE) + _MARGIN_BYTES)
+
+    def _forward_peak(self, first: int, batch: int) -> float:
+        """Return the bytes that `batch` images take on their way through the finished layers before `first`."""
+        if self.job.views or not first:
+            return 0.0
+        half = max(1, min(batch, FORWARD_BATCH) // 2)
+        features = 4 * batch * elements(self._layers[first].input_shape)
+        return features + max(layer.step_peak(half) for layer in self._layers[:first])
 
     def plan_block(self, first: int, last: int, budget: int) -> BlockPlan | None:
         """Return the block of layers `first`..`last` with its best batch, or None when none fits `budget`.
@@ -234,7 +246,10 @@ class Partitioner:
         per_image = self._step_seconds(first, last, batch, compact) / batch
         forward = sum(layer.forward_seconds for layer in self._layers[first : last + 1])
         read = self._input_bytes(first) / self.profile.disk_rate
-        cache = 0 if last == len(self._layers) - 1 else _FEATURE_BYTES * elements(self._layers[last].output_shape)
+        if not job.views:
+            read += sum(layer.forward_seconds for layer in self._layers[:first])
+        cache = 0 if last == len(self._layers) - 1 else job.feature_bytes * elements(self._layers[last].output_shape)
+        cache = cache if job.views else 0
         images = job.train_images + job.val_images
         cached = job.views * job.train_images + job.val_images
         passes = job.epochs + job.stagger * (last - first)
@@ -261,7 +276,9 @@ class Partitioner:
 
     def _input_bytes(self, first: int) -> int:
         """Return the bytes of one image as block `first` reads it: uint8 pixels, or cached features."""
-        return elements(self._layers[first].input_shape) * (1 if first == 0 else _FEATURE_BYTES)
+        if first == 0 or not self.job.views:
+            return elements(self._layers[0].input_shape)
+        return elements(self._layers[first].input_shape) * self.job.feature_bytes
 
     def cost(self, block: BlockPlan) -> float:
         """Return the predicted seconds of training `block` and caching its outputs."""
@@ -386,6 +403,18 @@ def make_plan(profile: Profile, job: Job, partitioner: str = "exact") -> Plan:
             f"of the run folder; free space, choose another --out, or raise --budget"
         )
     return assemble(profile, job, blocks, partitioner, floor, layer)
+
+
+def plans_for(profile: Profile, job: Job, partitioner: str, shares: Sequence[float]) -> list[tuple[int, Plan | None]]:
+    """Return what these `shares` of the job's budget would buy: (bytes, the plan, or None where there is none)."""
+    found: list[tuple[int, Plan | None]] = []
+    for share in shares:
+        budget = int(job.budget * share)
+        try:
+            found.append((budget, make_plan(profile, replace(job, budget=budget), partitioner)))
+        except NeuroFluxError:
+            found.append((budget, None))
+    return found
 
 
 def assemble(

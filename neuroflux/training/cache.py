@@ -1,4 +1,7 @@
-"""Levels: what a block is fed with. Level 0 is the data set; level k holds the outputs of block k, cached on disk."""
+"""Levels: what a block is fed with. Level 0 is the data set; level k holds the outputs of block k.
+
+Those are cached on disk, or made anew from the images whenever they are read.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +17,10 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from neuroflux.errors import NeuroFluxError
-from neuroflux.inputs.arrays import ArrayFile, ArrayWriter
+from neuroflux.inputs.arrays import ArrayFile, ArrayWriter, DamagedArray, DiskFull
 from neuroflux.inputs.datasets import Split, augment
 from neuroflux.inputs.preprocess import Preprocess
-
-# features are stored as fp16, whose largest finite value this is
-_LARGEST = 65504.0
+from neuroflux.training.storage import Storage
 
 
 class Level(Protocol):
@@ -63,24 +63,53 @@ class ImageLevel:
 class CachedLevel:
     """Level k: one view or several of every image, as the finished blocks before it put them out, view after view."""
 
-    def __init__(self, path: Path, labels: np.ndarray, flip: bool, device: torch.device) -> None:
+    def __init__(self, path: Path, labels: np.ndarray, storage: Storage, flip: bool, device: torch.device) -> None:
         self.labels = labels
         self.array = ArrayFile(path)
         self.views, self.view = max(1, len(self.array) // max(1, len(labels))), 0
         if len(self.array) != self.views * len(labels):
-            raise NeuroFluxError(f"{path} holds {len(self.array)} images instead of {len(labels)}; delete it")
-        self._flip, self._device = flip, device
+            raise DamagedArray(f"{path} holds {len(self.array)} images instead of {len(labels)}; delete it")
+        if self.array.shape[1:] != storage.row_shape or self.array.dtype != storage.dtype:
+            raise DamagedArray(f"{path} holds features of another kind than {storage.kind}; delete it")
+        self._storage, self._flip, self._device = storage, flip, device
 
     def read(self, indices: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(self.array.read(indices + self.view * len(self.labels)))
 
     def features(self, rows: torch.Tensor, generator: torch.Generator | None) -> torch.Tensor:
-        rows = rows.to(self._device, non_blocking=True)
-        if generator is not None and self._flip and rows.ndim == 4:
+        features = self._storage.decode(rows.to(self._device, non_blocking=True))
+        if generator is not None and self._flip and features.ndim == 4:
             # the features of a mirrored image are nearly its mirrored features
             chosen = (torch.rand(len(rows), generator=generator) < 0.5).to(self._device)
-            rows[chosen] = rows[chosen].flip(3)
-        return rows.float()
+            features[chosen] = features[chosen].flip(3)
+        return features
+
+
+class ForwardLevel:
+    """Level k without a cache: the images, which the finished layers make into features whenever they are read.
+
+    Every pass then sees every image changed anew, as the first block does; it costs a forward pass each time.
+    """
+
+    def __init__(self, images: ImageLevel, forward: Callable[[torch.Tensor], torch.Tensor], batch: int) -> None:
+        """`forward` maps image features to the outputs of block k; it is given at most `batch` images at a time."""
+        self.labels = images.labels
+        self.views, self.view = 1, 0
+        self._images, self._forward, self._batch = images, forward, batch
+
+    def read(self, indices: np.ndarray) -> torch.Tensor:
+        return self._images.read(indices)
+
+    def features(self, rows: torch.Tensor, generator: torch.Generator | None) -> torch.Tensor:
+        images = self._images.features(rows, generator)
+        first = self._forward(images[: self._batch]).float()
+        if len(first) == len(images):
+            return first
+        features = first.new_empty((len(images), *first.shape[1:]))
+        features[: len(first)] = first
+        for start in range(len(first), len(images), self._batch):
+            features[start : start + self._batch] = self._forward(images[start : start + self._batch])
+        return features
 
 
 class Batches:
@@ -145,29 +174,29 @@ def write_level(
     level: Level,
     forward: Callable[[torch.Tensor], torch.Tensor],
     batch: int,
-    shape: tuple[int, ...],
+    storage: Storage,
     views: int = 1,
     generator: torch.Generator | None = None,
+    origin: str = "",
 ) -> None:
-    """Write the outputs of `forward` over all rows of `level` to the array `path` of rows `shape`, as fp16.
+    """Write the outputs of `forward` over all rows of `level` to the array `path`, as `storage` says.
 
-    Of several `views`, each comes from one that `level` holds, or is an image changed at random by `generator`.
+    Of several `views`, each comes from one that `level` holds, or is an image changed at random by `generator`. What
+    the rows are made from is kept with them as their `origin`.
     """
     changed = generator if views > 1 and level.views == 1 else None
-    with ArrayWriter(path, shape, np.float16) as writer:
+    with ArrayWriter(path, storage.row_shape, storage.dtype, origin) as writer:
         for view in range(views):
             level.view = view % level.views
             for rows, _ in Batches(level, np.arange(len(level.labels)), lambda _: batch):
-                output = forward(level.features(rows, changed))
-                output = output.float().clamp(-_LARGEST, _LARGEST)
-                writer.append(output.to(torch.float16).cpu().contiguous().numpy())
+                writer.append(storage.encode(forward(level.features(rows, changed))))
 
 
 def check_disk(folder: Path, needed: int) -> None:
-    """Raise NeuroFluxError unless the disk of `folder` has `needed` bytes free."""
+    """Raise DiskFull unless the disk of `folder` has `needed` bytes free."""
     free = shutil.disk_usage(folder).free
     if free < needed:
-        raise NeuroFluxError(
+        raise DiskFull(
             f"the activation caches need {needed / 1e9:.2f} GB in {folder}, where {free / 1e9:.2f} GB are free; "
             f"free space, choose another --out, or raise --budget (fewer blocks need less cache)"
         )

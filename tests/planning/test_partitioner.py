@@ -106,6 +106,20 @@ class TestBothRules:
         assert again[1].cache_seconds == pytest.approx(ratio * again[0].cache_seconds)
         assert three.disk > one.disk
 
+    def test_without_a_cache_forward_passes_take_time_and_memory_instead_of_disk(self, rule):
+        cached, anew = (make_plan(profile(FALLING), job(60 * MB, views=views), rule) for views in (1, 0))
+        assert cached.disk > 0
+        assert anew.disk == 0
+        assert all(block.peak <= 60 * MB for block in anew.blocks)
+        rules = [Partitioner(profile(FALLING), job(60 * MB, views=views)) for views in (1, 0)]
+        one, other = (each.plan_block(4, 5, 60 * MB) for each in rules)
+        per_pass = 10_000 * sum(layer.forward_seconds for layer in FALLING[:4])
+        read = 10_000 * 2 * 16 * 16 * 16 / 5e8 - 10_000 * 16 * 16 * 16 / 5e8
+        validated = 1000 / 10_000
+        assert other.epoch_seconds - one.epoch_seconds == pytest.approx((1 + validated) * (per_pass - read), rel=0.02)
+        assert rules[1].peak(5, 5, 2) > rules[0].peak(5, 5, 2)
+        assert rules[1].peak(0, 0, 8) == rules[0].peak(0, 0, 8)
+
     def test_below_the_floor_the_error_names_floor_and_layer(self, rule):
         layers = [*FALLING, layer("fat", resident=80 * MB)]
         with pytest.raises(BudgetTooSmall, match="decided by layer fat") as error:
