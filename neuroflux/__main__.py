@@ -12,6 +12,7 @@ COMMANDS = {
     "compare": "train by several methods under several budgets, and draw the difference",
     "dashboard": "show runs in TensorBoard",
     "evaluate": "measure a finished run's model on its test images again",
+    "clean": "list what dead runs have left on the disk, and delete it",
 }
 
 

@@ -58,6 +58,26 @@ def plan_table(plan: Plan) -> str:
     return title + "\n" + table(header, rows)
 
 
+def budgets_table(plan: Plan, others: list[tuple[int, Plan | None]]) -> str:
+    """Return what other budgets than that of `plan` would buy, by the same profile."""
+    rows = []
+    for budget, other in sorted([*others, (plan.budget, plan)], key=lambda pair: pair[0]):
+        if other is None:
+            rows.append([format_bytes(budget), "below the floor", "", "", ""])
+            continue
+        batches = " ".join(str(block.batch) for block in other.blocks)
+        rows.append(
+            [
+                format_bytes(budget),
+                _duration(other.seconds),
+                batches,
+                format_bytes(other.peak),
+                format_bytes(other.disk),
+            ]
+        )
+    return table(["budget", "time at most", "batch of each block", "predicted peak", "disk"], rows)
+
+
 def _duration(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
@@ -149,6 +169,14 @@ def _blocks(summary: dict[str, Any]) -> str:
             ]
         )
     text = table(["block", "layers", "head widths", "batch", "s/pass", "measured peak"], rows)
+    for number, block in enumerate(summary["blocks"], 1):
+        for count, what in (
+            (block["failures"], "steps were made in halves, since the system had no memory for them"),
+            (block["skipped"], "steps were skipped, since their loss was not finite"),
+            (block["restarts"], "times training went back to an earlier pass, at a lower rate"),
+        ):
+            if count:
+                text += f"\n\nBlock {number}: {count} {what}."
     trained, planned = len(summary["exits"]), len(summary["layers"])
     if trained < planned:
         text += f"\n\nLayers {trained + 1} to {planned} were not trained: no better exit was to be expected of them."
