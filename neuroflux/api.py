@@ -21,7 +21,7 @@ from neuroflux.results.progress import Progress
 from neuroflux.results.report import write_report
 from neuroflux.results.tracking import Tracking
 from neuroflux.training.exits import StreamlinedModel, load
-from neuroflux.training.folder import open_folder
+from neuroflux.training.folder import held, open_folder
 from neuroflux.training.opening import Inputs
 from neuroflux.training.pipeline import Run
 
@@ -68,17 +68,18 @@ def fit(
     """
     config = _config(model, budget, settings)
     folder = open_folder(config, f"{_name(model)}-{config.method}-{config.budget_bytes // 10**6}MB")
-    config.save(folder / "config.yaml")
-    observers = [Tracking(folder), *([Progress(config.budget_bytes)] if progress else [])]
-    run = Run(config, folder, list(observers))
-    try:
-        plan = run.prepare(_opener(model, train, val, test, classes))
-        summary = run.train()
-        write_report(folder)
-    finally:
-        for observer in observers:
-            observer.close()
-        run.close()
+    with held(folder):
+        config.save(folder / "config.yaml")
+        observers = [Tracking(folder), *([Progress(config.budget_bytes)] if progress else [])]
+        run = Run(config, folder, list(observers))
+        try:
+            plan = run.prepare(_opener(model, train, val, test, classes))
+            summary = run.train()
+            write_report(folder)
+        finally:
+            for observer in observers:
+                observer.close()
+            run.close()
     streamlined = load(folder / "model.pt", model if isinstance(model, nn.Module) else None)
     return Result(streamlined, plan, summary, folder)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import errno
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -15,6 +16,7 @@ import torch
 import yaml
 
 from neuroflux.errors import NeuroFluxError
+from neuroflux.inputs.arrays import write_text
 from neuroflux.planning.losses import LOSSES
 from neuroflux.planning.memory import parse_bytes
 from neuroflux.planning.methods import METHODS, Method
@@ -22,9 +24,11 @@ from neuroflux.planning.methods import METHODS, Method
 CHOICES = {
     "method": tuple(METHODS),
     "compression": ("int8", "bf16"),
+    "head": ("conv", "auglocal"),
     "local_loss": tuple(LOSSES),
     "partitioner": ("exact", "greedy"),
     "optimizer": ("sgd", "adamw"),
+    "cache_dtype": ("fp16", "bf16", "fp32", "int8"),
     "precision": ("auto", "fp32", "bf16", "fp16"),
     "augment": ("auto", "none", "crop", "flip+crop"),
 }
@@ -36,8 +40,8 @@ class Config:
 
     Args:
         budget: Memory that training may use on the device: 512MB, 512MiB, 1.5GB, 0.5g or plain bytes.
-        model: vgg11|13|16|19, resnet18|34 (small-image form below 96 pixels), any CNN of torchvision by name, or your
-            own package.module:factory.
+        model: vgg11|13|16|19, resnet18|34 (small-image form below 96 pixels), any CNN of torchvision by name, one of
+            timm's as timm:NAME, or your own package.module:factory.
         data: digits (embedded), a torchvision data set by name (cifar10, mnist, ...), an image folder, or an .npz file.
         data_root: Folder for downloaded and converted data sets.
         image_size: Side of the square images that a folder's images are brought to (default: theirs, or their median).
@@ -50,11 +54,15 @@ class Config:
         compression: What --method compressed keeps activations in.
         gradient_span: How many consecutive layers learn together from one head: layer (each from its own), a number,
             or auto, as many as the budget allows; with a budget for everything that is backpropagation.
+        head: What layers learn from: conv (one small convolution, as wide as suits the layer), or auglocal (a few, like
+            the layers to come).
         epochs: Passes over the training images that every layer learns for.
         stagger: A layer of a block begins so many passes after the one before it, and thus learns from features that
             are no longer new; 0 starts all at once.
         cache_views: How many randomly changed views of every training image a cache holds; more cost disk and the time
-            to write them, and blocks then learn from more than one form of an image.
+            to write them, and blocks then learn from more than one form of an image. 0 caches nothing: every pass runs
+            newly changed images through the finished layers.
+        cache_dtype: What cached features are kept as: int8 takes half the disk of fp16 and bf16, fp32 twice as much.
         batch_limit: Largest batch size that a plan may use; for --method accumulate, the images of one update.
         lr: Highest learning rate for batches of 32; larger and smaller batches scale it by the square root (default:
             one that suits the method and the optimizer).
@@ -98,9 +106,11 @@ class Config:
     method: str = "neuroflux"
     compression: str = "int8"
     gradient_span: str = "layer"
+    head: str = "conv"
     epochs: int = 5
     stagger: int = 1
     cache_views: int = 1
+    cache_dtype: str = "fp16"
     batch_limit: int = 64
     lr: float | None = None
     optimizer: str = "sgd"
@@ -141,7 +151,7 @@ class Config:
             "seed": 0,
             "lookahead": 0,
             "stagger": 0,
-            "cache_views": 1,
+            "cache_views": 0,
             "freeze": 0,
             "finetune": 0,
         }
@@ -183,6 +193,11 @@ class Config:
         """Return the budget in bytes."""
         return parse_bytes(self.budget)
 
+    @property
+    def cache_dtype_bytes(self) -> int:
+        """Return the bytes that a number of a cached feature takes."""
+        return {"int8": 1, "fp32": 4}.get(self.cache_dtype, 2)
+
     def torch_device(self) -> torch.device:
         """Return the device that `device` names; ``auto`` is the accelerator where there is one."""
         if self.device == "auto":
@@ -199,7 +214,7 @@ class Config:
 
     def save(self, path: Path) -> None:
         """Write the settings as YAML that ``--config`` reads."""
-        path.write_text(yaml.safe_dump(asdict(self), sort_keys=False), encoding="utf-8")
+        write_text(path, yaml.safe_dump(asdict(self), sort_keys=False))
 
     @classmethod
     def from_yaml(cls, path: Path) -> Config:
@@ -225,6 +240,8 @@ def check_choice(name: str, value: str, allowed: Sequence[str]) -> None:
         raise NeuroFluxError(f"--{name} {value!r} is none of {', '.join(allowed)}{hint}")
 
 
+# what the system refuses and the user can mend: a full, read-only or foreign disk
+_OUTSIDE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO)
 _SWITCHES = {field.name for field in fields(Config) if field.type == "bool"}
 
 
@@ -265,7 +282,8 @@ def parse_with(
     if more is not None:
         parser.add_class_arguments(more)
     parser.add_class_arguments(Config, skip=without)
-    given = [_underscored(word) for word in _joined(arguments)]
+    switches = _SWITCHES | {field.name for field in fields(more or Config) if field.type == "bool"}
+    given = [_underscored(word, switches) for word in _joined(arguments, switches)]
     _check_files(given)
     values = parser.parse_args(given).as_dict()
     values.pop("config", None)
@@ -287,12 +305,12 @@ def _check_files(words: list[str]) -> None:
                 raise NeuroFluxError(f"cannot read the settings in {path}: {' '.join(str(error).split())}") from error
 
 
-def _joined(words: list[str]) -> list[str]:
+def _joined(words: list[str], switches: set[str]) -> list[str]:
     """Return ``--flag value`` as one word where the value looks like a flag, or follows a switch."""
     joined: list[str] = []
     for word in words:
         before = joined[-1] if joined else ""
-        switch = before.startswith("--") and "=" not in before and before[2:].replace("-", "_") in _SWITCHES
+        switch = before.startswith("--") and "=" not in before and before[2:].replace("-", "_") in switches
         if (switch and word.lower() in ("true", "false")) or (
             before.startswith("--") and "=" not in before and word[:1] == "-" and word[1:2].isdigit()
         ):
@@ -302,13 +320,13 @@ def _joined(words: list[str]) -> list[str]:
     return joined
 
 
-def _underscored(word: str) -> str:
+def _underscored(word: str, switches: set[str]) -> str:
     """Return ``--batch-limit=3`` as ``--batch_limit=3`` and the switch ``--resume`` as ``--resume=true``."""
     if not word.startswith("--"):
         return word
     flag, equals, value = word[2:].partition("=")
     flag = flag.replace("-", "_")
-    if not equals and flag in _SWITCHES:
+    if not equals and flag in switches:
         return f"--{flag}=true"
     return f"--{flag}{equals}{value}"
 
@@ -321,6 +339,12 @@ def one_line_errors(main: Callable[[], None], debug: bool) -> int:
         if debug:
             raise
         print(f"neuroflux: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        if debug or error.errno not in _OUTSIDE:
+            raise
+        place = f"{error.filename}: " if error.filename else ""
+        print(f"neuroflux: {place}{error.strerror}; mend that (a run goes on with --resume)", file=sys.stderr)
         return 2
     return 0
 

@@ -186,6 +186,19 @@ def test_a_written_plan_is_the_plan_that_is_followed(options):
     assert summary("b")["blocks"][0]["batch"] == 5
 
 
+def test_a_plan_is_printed_for_programs_and_for_people(options, capsys):
+    from neuroflux.plan import main as plan
+
+    capsys.readouterr()
+    assert plan([*options, "--json"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert Plan.from_dict(printed).budget == 200_000_000
+    assert plan(options) == 0
+    said = capsys.readouterr().out
+    assert "what other budgets would buy" in said
+    assert [f"| {size} MB" in said for size in ("100.0", "150.0", "200.0", "300.0", "400.0")] == [True] * 5
+
+
 def weights(folder):
     return torch.load(f"{folder}/model.pt", weights_only=True)["weights"]
 
@@ -295,6 +308,22 @@ def test_a_killed_run_ends_as_one_that_was_not(options):
     assert_same("whole", "run")
 
 
+@pytest.mark.parametrize(("answer", "code"), [("", 0), ("y", 0), ("n", 2)])
+def test_at_a_terminal_the_same_command_asks_whether_to_go_on(options, monkeypatch, capsys, answer, code):
+    from neuroflux.training.checkpoint import Checkpoints
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Checkpoints, "save_pass", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(SystemExit):
+            train([*options, "--out=run"])
+    asked = []
+    monkeypatch.setattr("builtins.input", lambda question: asked.append(question) or answer)
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    assert train([*options, "--out=run"]) == code
+    assert asked == ["run holds a run that is not finished. Go on with it? [Y/n] "]
+
+
 def spans(folder):
     return json.loads((Path(folder) / "plan.json").read_text())["spans"]
 
@@ -334,6 +363,46 @@ def test_blocks_learn_from_several_views(options, three_blocks):
     assert train([*options, *more, "--out=again"]) == 0
     assert summary("run")["exits"] == summary("again")["exits"]
     assert summary("run")["test_accuracy"] > 0.6
+
+
+@pytest.mark.parametrize("kind", ["fp32", "bf16", "int8"])
+def test_blocks_learn_from_caches_of_every_kind(options, three_blocks, kind):
+    more = [f"--plan={three_blocks}", "--min_gain=0", "--lookahead=9", f"--cache_dtype={kind}"]
+    assert train([*options, *more, "--out=run"]) == 0
+    assert summary("run")["test_accuracy"] > 0.6
+
+
+def test_without_a_cache_blocks_learn_from_images_changed_anew(options, three_blocks, monkeypatch):
+    from neuroflux.training.checkpoint import Checkpoints
+
+    more = [f"--plan={three_blocks}", "--min_gain=0", "--lookahead=9", "--cache_views=0", "--augment=flip+crop"]
+    assert train([*options, *more, "--out=whole"]) == 0
+    result = summary("whole")
+    assert len(result["blocks"]) == 3
+    assert "cache" not in result["seconds"]
+    assert result["test_accuracy"] > 0.6
+    original = Checkpoints.save_pass
+
+    def save(self, number, state):
+        original(self, number, state)
+        if number == 3:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Checkpoints, "save_pass", save)
+        with pytest.raises(SystemExit):
+            train([*options, *more, "--out=run"])
+    assert not Path("run/cache").exists()
+    assert train(["--out=run", "--resume"]) == 0
+    assert_same("whole", "run")
+
+
+def test_heads_that_look_ahead_are_saved_and_loaded(options):
+    assert train([*options, "--out=run", "--head=auglocal", "--gradient_span=2", "--tolerance=0.9"]) == 0
+    result, model = summary("run"), neuroflux.load("run")
+    assert result["chosen"] == 0
+    assert len([module for module in model.head.modules() if isinstance(module, nn.Conv2d)]) == 1
+    assert evaluate(["run"]) == 0
 
 
 def test_a_run_starts_from_the_weights_of_an_earlier_one(options, capsys):
@@ -401,7 +470,8 @@ def test_a_run_with_frozen_layers_is_resumed(options, capsys, monkeypatch):
         (["--init=torchvision:ResNet18_Weights.NOTHING"], "torchvision has no such weights"),
         (["--gradient_span=0"], "--gradient_span '0' makes no sense"),
         (["--gradient_span=some"], "write layer, auto or a number"),
-        (["--cache_views=0"], "--cache_views 0 is too small"),
+        (["--cache_views=-1"], "--cache_views -1 is too small"),
+        (["--head=wide"], "--head 'wide' is none of conv, auglocal"),
     ],
 )
 def test_nonsense_is_one_line(options, capsys, more, said):

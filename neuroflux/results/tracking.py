@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,6 @@ from tensorboard.compat.proto.event_pb2 import Event
 from torch.utils.tensorboard import SummaryWriter
 from torch.utils.tensorboard.summary import hparams
 
-from neuroflux.inputs.arrays import write_json
 from neuroflux.inputs.chain import Chain
 from neuroflux.inputs.datasets import Data
 from neuroflux.planning.memory import format_bytes
@@ -39,14 +39,13 @@ _INTERVAL = 1.0
 
 
 class Tracking(Observer):
-    """Writes to the run folder: ``plan.json``, ``metrics.jsonl`` (a line per pass) and TensorBoard events.
+    """Writes to the run folder: ``metrics.jsonl`` (a line per pass) and TensorBoard events.
 
     Scalars are laid out so that runs overlay: ``loss/layer-03``, ``accuracy/exit-03``, ``memory/peak MB``,
     ``speed/images per second``; their step is the number of images trained on since the start of the run.
     """
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
         self._writer = SummaryWriter(str(folder), max_queue=20, flush_secs=10)
         self._metrics = open(folder / "metrics.jsonl", "a", encoding="utf-8", buffering=1)  # noqa: SIM115
         self._images, self._seen = 0, 0  # trained on in finished passes, and in this one
@@ -61,7 +60,6 @@ class Tracking(Observer):
         self._writer._get_file_writer().add_event(event)
 
     def planned(self, plan: Plan) -> None:
-        write_json(self._folder / "plan.json", plan.to_dict())
         self._budget = plan.budget
         self._writer.add_text("plan", plan_table(plan).replace("\n|", "\n\n|", 1))
         if self._budget >= _FIGURES:
@@ -164,5 +162,6 @@ class Tracking(Observer):
         self._metrics.write(json.dumps(values) + "\n")
 
     def close(self) -> None:
-        self._writer.close()
-        self._metrics.close()
+        for file in (self._writer, self._metrics):
+            with suppress(OSError):  # the disk is full: a run does not end for that
+                file.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Sequence
@@ -13,7 +14,6 @@ import torch
 from torch import nn
 
 from neuroflux.errors import NeuroFluxError
-from neuroflux.inputs.arrays import write_json
 from neuroflux.inputs.weights import read_tensors
 
 
@@ -31,6 +31,9 @@ class BlockResult:
             layer in ``layers``.
         curve: after every pass, the ``seconds`` since the run began, the ``images`` trained on by then, and the
             accuracies of the block's exits on the validation and, where measured, the test images.
+        failures: how often the system had no memory for a step, so that it was made in halves.
+        skipped: the steps that changed nothing in some layer, whose loss was not finite.
+        restarts: how often training went back to the last good state, since losses stayed so.
     """
 
     accuracies: list[float]
@@ -39,35 +42,38 @@ class BlockResult:
     epoch_seconds: list[float]
     parts: dict[str, Any] = field(default_factory=dict)
     curve: list[dict[str, Any]] = field(default_factory=list)
+    failures: int = 0
+    skipped: int = 0
+    restarts: int = 0
 
 
 class Checkpoints:
-    """The folder ``checkpoints/`` of a run: weights of each finished block, ``state.json``, and of the last pass."""
+    """The folder ``checkpoints/`` of a run: each finished block, with how it went, and the last pass.
+
+    Attributes:
+        damaged: what is wrong with the first block file that `results` could not read, or "".
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self.damaged = ""
 
     def results(self) -> list[BlockResult]:
-        """Return the finished blocks, in order.
-
-        Raises:
-            NeuroFluxError: the state cannot be read.
-        """
-        path = self.folder / "state.json"
-        if not path.exists():
-            return []
-        try:
-            return [BlockResult(**result) for result in json.loads(path.read_text(encoding="utf-8"))["blocks"]]
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise NeuroFluxError(
-                f"cannot read {path}: it is damaged ({type(error).__name__}); start the run again with another --out"
-            ) from error
+        """Return the finished blocks, in order, up to the first whose file is missing or damaged."""
+        results: list[BlockResult] = []
+        while (path := self._path(len(results) + 1)).exists():
+            try:
+                results.append(BlockResult(**json.loads(read_tensors(path)["result"])))
+            except (NeuroFluxError, ValueError, KeyError, TypeError) as error:
+                self.damaged = str(error)
+                break
+        return results
 
     def save(self, modules: Sequence[nn.Module], results: list[BlockResult]) -> None:
         """Publish the weights of the block that `results` ends with; `modules` are its exits."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        _write({str(k): dict(module.state_dict()) for k, module in enumerate(modules)}, self._path(len(results)))
-        write_json(self.folder / "state.json", {"blocks": [asdict(result) for result in results]})
+        content: dict[str, Any] = {str(k): dict(module.state_dict()) for k, module in enumerate(modules)}
+        _write({"result": json.dumps(asdict(results[-1])), **content}, self._path(len(results)))
         self.forget_pass()
 
     def save_pass(self, number: int, state: dict[str, Any]) -> None:
@@ -88,16 +94,21 @@ class Checkpoints:
 
     def load(self, number: int, modules: Sequence[nn.Module]) -> None:
         """Copy the weights of finished block `number` (from 1) into `modules`, its exits."""
-        try:
-            content: dict[str, Any] = read_tensors(self._path(number))
-        except NeuroFluxError as error:
-            raise NeuroFluxError(f"{error}; start the run again with another --out") from error
+        content = read_tensors(self._path(number))
         try:
             for key, module in enumerate(modules):
                 module.load_state_dict(content[str(key)])
         except (KeyError, RuntimeError) as error:
             reason = str(error).splitlines()[-1].strip()
             raise NeuroFluxError(f"{self._path(number)} does not fit the model: {reason}") from error
+
+    def digest(self, number: int) -> bytes:
+        """Return a checksum of the file of finished block `number`."""
+        digest = hashlib.sha256()
+        with self._path(number).open("rb") as file:
+            while piece := file.read(1 << 20):
+                digest.update(piece)
+        return digest.digest()
 
     @property
     def _pass(self) -> Path:

@@ -5,14 +5,16 @@ config -> data -> model -> chain -> profile -> plan -> for each block: train, ca
 
 from __future__ import annotations
 
+import hashlib
 import json
+import math
 import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -20,38 +22,45 @@ from torch import nn
 
 from neuroflux.config import Config
 from neuroflux.errors import BudgetTooSmall, NeuroFluxError
-from neuroflux.inputs.arrays import ArrayFile, write_json
+from neuroflux.inputs.arrays import ArrayFile, DamagedArray, DiskFull, write_json
 from neuroflux.inputs.datasets import Split
 from neuroflux.inputs.freezing import freeze
 from neuroflux.inputs.preprocess import Preprocess
 from neuroflux.inputs.weights import load_weights, read_tensors
-from neuroflux.planning.heads import make_head
+from neuroflux.planning.heads import layers_ahead, make_head
 from neuroflux.planning.memory import Meter, format_bytes, make_meter, set_allocator
 from neuroflux.planning.methods import METHODS, join
-from neuroflux.planning.partitioner import BlockPlan, Plan, make_plan
+from neuroflux.planning.partitioner import FORWARD_BATCH, BlockPlan, Plan, make_plan
+from neuroflux.planning.residence import Residence
 from neuroflux.planning.spans import rate_share
 from neuroflux.planning.step import Exit, Recipe
-from neuroflux.training.block import SMALLEST_BATCH, Block, Progress, train_epoch
-from neuroflux.training.cache import CachedLevel, ImageLevel, Level, check_disk, write_level
+from neuroflux.training.block import SMALLEST_BATCH, Block, Diverged, Progress, train_epoch
+from neuroflux.training.cache import CachedLevel, ForwardLevel, ImageLevel, Level, check_disk, write_level
 from neuroflux.training.calibration import calibration_error, fit_temperature
 from neuroflux.training.checkpoint import BlockResult, Checkpoints
 from neuroflux.training.clock import Clock
 from neuroflux.training.evaluation import count_parameters, predictions, scores, throughput
 from neuroflux.training.exits import Description, StreamlinedModel, choose_exit, layers_worth_training
-from neuroflux.training.guard import Guard
+from neuroflux.training.folder import seal
+from neuroflux.training.guard import Guard, fitting
 from neuroflux.training.observer import Observer
 from neuroflux.training.opening import Inputs, open_inputs
+from neuroflux.training.passes import Passes
 from neuroflux.training.planner import Planner
+from neuroflux.training.storage import Storage
 from neuroflux.training.summary import summarise
 
 # the batch for which the learning rate is meant (see Config.lr)
 _RATE_BATCH = 32
 # what is learned already is only to be adapted: this share of the learning rate that training would begin with
 _FINETUNE_SHARE = 0.3
+# where losses are no longer finite, a block goes back to its last good state so often, at this share of the rate
+_RESTARTS, _RESTART_RATE = 3, 0.25
 # scores that a temperature is fitted to, at most
 _CALIBRATED = 500_000
 
 
+T = TypeVar("T")
 # a level of the activation cache, by split: train, val, and test where each pass is tested
 Levels = dict[str, Level]
 
@@ -62,6 +71,7 @@ class Run:
     def __init__(self, config: Config, folder: Path, observers: list[Observer]) -> None:
         self.config, self.folder, self._observers = config, folder, observers
         self.method = METHODS[config.method]
+        self._head_kind = self.method.head or config.head
         self._clock = Clock()
         self.device = config.torch_device()
         if config.threads:
@@ -69,6 +79,8 @@ class Run:
         set_allocator(compact=True)
         self.meter: Meter = make_meter(self.device, config.budget_bytes)
         self._unfreeze: Callable[[], None] = lambda: None
+        self._new = True  # until this process has trained
+        self._finished: Residence | None = None  # the layers that `ForwardLevel`s run through
         self.recipe = Recipe(
             optimizer=config.optimizer,
             lr=config.highest_lr(self.method, 1.0),
@@ -80,8 +92,12 @@ class Run:
         )
 
     def _tell(self, event: str, *values: Any) -> None:
-        for observer in self._observers:
-            getattr(observer, event)(*values)
+        for observer in [*self._observers]:
+            try:
+                getattr(observer, event)(*values)
+            except OSError as error:  # a full disk must not cost the run for want of a curve
+                self._observers.remove(observer)
+                self._note(f"nothing more is written by {type(observer).__name__}: {error.strerror or error}")
 
     def _note(self, text: str) -> None:
         self._tell("note", text)
@@ -109,6 +125,7 @@ class Run:
 
     def close(self) -> None:
         """Delete what only served the run: the mapped weights, and the cache of a run that has finished."""
+        self._drop_finished()
         self._unfreeze()
         self.__dict__.pop("inputs", None)
         shutil.rmtree(self.folder / "weights", ignore_errors=True)
@@ -143,8 +160,14 @@ class Run:
         self.chain = self._planner.chain
         self.recipe = replace(self.recipe, precision=self.plan.precision, channels_last=self.plan.channels_last)
         self._planner.recipe = self.recipe
+        write_json(self.folder / "plan.json", self.plan.to_dict())
+        seal(self.folder)
         self._tell("planned", self.plan)
         return self.plan
+
+    def other_budgets(self) -> list[tuple[int, Plan | None]]:
+        """Return what less and more budget would buy, once there is a plan that was made and not given."""
+        return self._planner.other_budgets()
 
     # --- training ---
 
@@ -153,28 +176,23 @@ class Run:
         check_disk(self.folder, self.plan.disk)
         checkpoints = Checkpoints(self.folder / "checkpoints")
         results = checkpoints.results()
-        levels = self._resume(results, checkpoints) if results else self._images()
+        if checkpoints.damaged:
+            self._note(f"{checkpoints.damaged}; block {len(results) + 1} is trained again")
+        levels: Levels = self._resume(results, checkpoints) if results else dict(self._images())
         stopped = self._over(results)
         for number in range(len(results) + 1, len(self.plan.blocks) + 1):
             if stopped:
                 break
             planned = self.plan.blocks[number - 1]
             self._tell("block_started", number, planned)
-            exits = self._exits(planned)
-            span = max(self.plan.spans[planned.first : planned.last + 1])
-            block = Block(exits, self._rated(planned.batch, span), self.device, self.config.epochs)
-            with block.on_device():
-                frozen = planned.last < self._planner.frozen
-                result = (
-                    self._skip(planned) if frozen else self._train_block(number, block, planned, levels, checkpoints)
-                )
-                results.append(result)
-                checkpoints.save(block.exits, results)
-                stopped = self._over(results)
-                if not stopped and number < len(self.plan.blocks):
-                    levels = self._cache(number, block, result.batch, levels)
+            block, result, levels = self._block(number, planned, levels, results, checkpoints)
+            results.append(result)
+            checkpoints.save(block.exits, results)
+            stopped = self._over(results)
+            if not stopped and number < len(self.plan.blocks):
+                levels = self._next_levels(block, results, levels)
             self._tell("block_ended", number, result)
-            del block, exits
+            del block
             if stopped and number < len(self.plan.blocks):
                 self._note(f"block {number} brought too little to go deeper: done")
         summary = self._finish(results, checkpoints)
@@ -192,7 +210,7 @@ class Run:
     def _exits(self, block: BlockPlan) -> list[Exit]:
         def head(index: int) -> nn.Module:
             width, seed = self.plan.head_widths[index], self.config.seed
-            return make_head(self.chain, index, self.inputs.classes, width, seed, self.method.head)
+            return make_head(self.chain, index, self.inputs.classes, width, seed, self._head_kind)
 
         return [Exit(self.chain.layers[k], head(k)) for k in range(block.first, block.last + 1)]
 
@@ -205,6 +223,24 @@ class Run:
             return worth
         return min(worth, begun + 1) if block.passes % self.config.stagger == 0 else begun
 
+    def _block(
+        self, number: int, planned: BlockPlan, levels: Levels, results: list[BlockResult], checkpoints: Checkpoints
+    ) -> tuple[Block, BlockResult, Levels]:
+        """Train block `number` and return it, how that went, and its inputs: `levels`, or what replaced them."""
+        span = max(self.plan.spans[planned.first : planned.last + 1])
+        while True:
+            block = Block(self._exits(planned), self._rated(planned.batch, span), self.device, self.config.epochs)
+            try:
+                with block.on_device():
+                    if planned.last < self._planner.frozen:
+                        return block, self._skip(planned), levels
+                    return block, self._train_block(number, block, planned, levels, checkpoints), levels
+            except DamagedArray as error:
+                if not isinstance(levels["train"], CachedLevel):
+                    raise
+                self._note(f"{error}: the cache is written again")
+                levels = self._rewritten(results)
+
     def _train_block(
         self, number: int, block: Block, planned: BlockPlan, levels: Levels, checkpoints: Checkpoints
     ) -> BlockResult:
@@ -212,55 +248,84 @@ class Run:
 
         After each pass all that the next one depends on is saved; where that is at hand, training goes on from there.
         """
-        config = self.config
-        result = BlockResult([], planned.batch, 0, [])
-        generator = torch.Generator().manual_seed(config.seed * 1000 + number)
-        torch.manual_seed(config.seed * 1000 + number)  # dropout
-        guard = Guard(self.meter, config.budget_bytes, planned.batch, SMALLEST_BATCH, planned.compact)
-        waited = reading = 0.0
+        guard = Guard(self.meter, self.config.budget_bytes, planned.batch, SMALLEST_BATCH, planned.compact)
+        passes = Passes(planned.batch, self.config.seed * 1000 + number, guard)
         with block.training():
-            if (saved := self._last_pass(number, checkpoints)) is not None:
-                block.restore(saved["weights"])
-                guard.restore(saved["guard"])
-                result = BlockResult(**json.loads(saved["result"]))
-                generator.set_state(saved["generator"])
-                _set_random_state(saved["random"])
-                waited, reading = saved["waited"], saved["reading"]
-                self._clock.continue_from(result.curve[-1]["seconds"])
-                self._note(f"block {number} goes on after pass {block.passes}")
-            else:
-                block.start(self._depth(block, []))
+            self._begin(number, block, passes, checkpoints)
             while block.passes < block.last_pass:
-                with self._phase("train", f"block {number}"):
-                    start = time.perf_counter()
-                    losses = np.zeros(len(block.exits))
-                    for progress in train_epoch(block, levels["train"], guard, generator):
-                        losses += np.array(progress.losses) * progress.batch
-                        result.peak = max(result.peak, progress.peak)
-                        self._tell("stepped", number, block.passes + 1, progress)
-                    waited, reading = waited + progress.waited, reading + progress.reading
-                    result.epoch_seconds.append(time.perf_counter() - start)
-                with guard.paused():
-                    self._evaluate(result, block, levels, guard.batch, progress)
-                means = list(losses / progress.images)
-                self._tell("epoch_ended", number, block.passes, result.accuracies, means, result.epoch_seconds[-1])
-                block.start(self._depth(block, result.accuracies))
+                try:
+                    self._make_pass(number, block, passes, levels)
+                except Diverged as error:
+                    self._restart(error, number, block, passes, checkpoints)
+                    continue
+                block.start(self._depth(block, passes.result.accuracies))
                 if block.passes < block.last_pass:
-                    state: dict[str, Any] = {"weights": block.state(), "guard": guard.state()}
-                    state |= {"generator": generator.get_state(), "random": _random_state()}
-                    state |= {"result": json.dumps(asdict(result)), "waited": waited, "reading": reading}
-                    checkpoints.save_pass(number, state)
+                    checkpoints.save_pass(number, {"weights": block.state(), **passes.state()})
+        result = passes.result
         if guard.shrunk:
             self._note(f"block {number}: the batch was reduced to {guard.batch} to stay within the budget")
+        if guard.failures:
+            self._note(f"block {number}: the system had no memory for a step {guard.failures} times")
+        if block.skipped:
+            self._note(f"block {number}: {block.skipped} steps were skipped, their loss was not finite")
         result.batch = guard.batch
+        result.failures, result.skipped, result.restarts = guard.failures, block.skipped, passes.restarts
         images = len(levels["train"].labels)
         result.parts = {
             "inputs": images * block.timing.per_image("inputs"),
-            "waiting": waited / block.passes,
-            "reading": reading / block.passes,
+            "waiting": passes.waited / block.passes,
+            "reading": passes.reading / block.passes,
             "layers": [images * block.timing.per_image(str(k)) for k in range(len(block.exits))],
         }
         return result
+
+    def _begin(self, number: int, block: Block, passes: Passes, checkpoints: Checkpoints) -> None:
+        """Let `block` go on after its last pass that was saved, or begin."""
+        if (saved := self._last_pass(number, checkpoints)) is None:
+            passes.begin()
+            block.start(self._depth(block, []))
+            return
+        block.restore(saved["weights"])
+        passes.restore(saved)
+        if self._new:
+            self._clock.continue_from(passes.result.curve[-1]["seconds"])
+        self._note(f"block {number} goes on after pass {block.passes}")
+
+    def _restart(self, error: Diverged, number: int, block: Block, passes: Passes, checkpoints: Checkpoints) -> None:
+        """Let `block` go on from its last good state at a lower rate.
+
+        Raises:
+            NeuroFluxError: that has been tried often enough.
+        """
+        restarts, caution = passes.restarts + 1, block.caution * _RESTART_RATE
+        if restarts > _RESTARTS:
+            raise NeuroFluxError(
+                f"{error}, and again after {_RESTARTS} new starts at lower rates; lower --lr, and look at the images"
+            ) from error
+        self._note(f"{error}: going back to the last good state, at {_RESTART_RATE:g} of the rate")
+        block.restart()
+        self._begin(number, block, passes, checkpoints)
+        passes.restarts, block.caution = restarts, caution
+
+    def _make_pass(self, number: int, block: Block, passes: Passes, levels: Levels) -> None:
+        """Make one pass over the training images, and measure the exits."""
+        self._new = False
+        result, guard = passes.result, passes.guard
+        with self._phase("train", f"block {number}"):
+            start = time.perf_counter()
+            losses, images = np.zeros(len(block.exits)), np.zeros(len(block.exits))
+            for progress in train_epoch(block, levels["train"], guard, passes.generator):
+                finite = np.isfinite(progress.losses)  # not of layers that have finished, nor of skipped steps
+                losses += np.where(finite, progress.losses, 0.0) * progress.batch
+                images += finite * progress.batch
+                result.peak = max(result.peak, progress.peak)
+                self._tell("stepped", number, block.passes + 1, progress)
+            passes.waited, passes.reading = passes.waited + progress.waited, passes.reading + progress.reading
+            result.epoch_seconds.append(time.perf_counter() - start)
+        with guard.paused():
+            self._evaluate(result, block, levels, guard.batch, progress)
+        means = [float(loss / count) if count else math.nan for loss, count in zip(losses, images, strict=True)]
+        self._tell("epoch_ended", number, block.passes, result.accuracies, means, result.epoch_seconds[-1])
 
     def _last_pass(self, number: int, checkpoints: Checkpoints) -> dict[str, Any] | None:
         """Return what training block `number` goes on from; a damaged file costs no more than the block's passes."""
@@ -273,13 +338,17 @@ class Run:
     def _evaluate(self, result: BlockResult, block: Block, levels: Levels, batch: int, progress: Progress) -> None:
         """Add the accuracies of the exits of `block` after a pass to `result`."""
         with self._phase("evaluate"):
-            result.accuracies = block.accuracies(levels["val"], batch)
+            result.accuracies = self._fitting(lambda size: block.accuracies(levels["val"], size), batch)
         point: dict[str, Any] = {"seconds": self._clock.elapsed, "images": progress.images, "val": result.accuracies}
         if "test" in levels:
             with self._clock.stopped():
-                point["test"] = block.accuracies(levels["test"], batch)
+                point["test"] = self._fitting(lambda size: block.accuracies(levels["test"], size), batch)
         result.curve.append(point)
         result.peak = max(result.peak, self.meter.peak())
+
+    def _fitting(self, work: Callable[[int], T], batch: int) -> T:
+        """Return `work(batch)`, or of half the batch as often as the system has no memory for it."""
+        return fitting(work, batch, self.meter)
 
     def _skip(self, planned: BlockPlan) -> BlockResult:
         """Return the result of a block of frozen layers, whose exits learn nothing."""
@@ -299,7 +368,7 @@ class Run:
 
     # --- levels ---
 
-    def _images(self) -> Levels:
+    def _images(self) -> dict[str, ImageLevel]:
         """Return level 0 of the images."""
         return {name: self._image_level(split) for name, split in self._splits().items()}
 
@@ -315,28 +384,117 @@ class Run:
         preprocess = Preprocess(data.mean, data.std, self.inputs.channels, self.inputs.raw).to(self.device)
         return ImageLevel(split, preprocess, self.augmentation, self.device)
 
+    def _next_levels(self, block: Block, results: list[BlockResult], levels: Levels) -> Levels:
+        """Return the level that `block`, the last one of `results`, puts out for its inputs `levels`."""
+        if not self.config.cache_views:
+            return self._forwarded(results)
+        try:
+            with block.on_device():
+                return self._cache(len(results), block, results[-1].batch, levels)
+        except DamagedArray as error:
+            if len(results) == 1:
+                raise
+            self._note(f"{error}: the cache is written again")
+            return self._rewritten(results)
+        except DiskFull as error:
+            return self._without_cache(error, results)
+
     def _cache(self, number: int, block: Block, batch: int, levels: Levels) -> Levels:
         """Write the outputs of block `number` over all splits, drop the level before, and return the new one."""
         folder = self.folder / "cache" / f"level-{number}"
-        shape = self.chain.shapes[self.plan.blocks[number - 1].last]
+        planned = self.plan.blocks[number - 1]
+        storage, origin = self._storage(number), self._origin(number)
         set_allocator(compact=True)
         self.meter.release()
+        check_disk(self.folder, planned.cache_bytes)
         for name, level in levels.items():
-            with self._clock.stopped() if name == "test" else self._phase("cache", f"block {number}"):
-                views = self.config.cache_views if name == "train" else 1
+            views = self.config.cache_views if name == "train" else 1
+
+            def write(size: int, name: str = name, level: Level = level, views: int = views) -> None:
                 generator = torch.Generator().manual_seed(self.config.seed * 1000 + number)
-                write_level(folder / f"{name}.npy", level, block.features, batch, shape, views, generator)
+                path = folder / f"{name}.npy"
+                write_level(path, level, block.features, size, storage, views, generator, origin)
+
+            with self._clock.stopped() if name == "test" else self._phase("cache", f"block {number}"):
+                self._fitting(write, batch)
         self.meter.peak()
         shutil.rmtree(self.folder / "cache" / f"level-{number - 1}", ignore_errors=True)
         return self._cached(number)
+
+    def _storage(self, number: int) -> Storage:
+        """Return what the outputs of block `number` are kept as."""
+        return Storage(self.config.cache_dtype, self.chain.shapes[self.plan.blocks[number - 1].last])
+
+    def _origin(self, number: int) -> str:
+        """Return a fingerprint of what level `number` is made from: weights, images, and how they are changed."""
+        data, config = self.inputs.data, self.config
+        digest = hashlib.sha256()
+        for split in self._splits().values():
+            digest.update(np.ascontiguousarray(split.labels).tobytes())
+        settings = [data.name, data.shape, data.mean, data.std, self.augmentation, config.cache_views, config.seed]
+        settings.append(config.cache_dtype)
+        digest.update(json.dumps(settings).encode())
+        checkpoints = Checkpoints(self.folder / "checkpoints")
+        for finished in range(1, number + 1):
+            digest.update(checkpoints.digest(finished))
+        return digest.hexdigest()
+
+    def _rewritten(self, results: list[BlockResult]) -> Levels:
+        """Return the level that comes after `results`, written anew from the images on."""
+        levels: Levels = dict(self._images())
+        try:
+            for number, (planned, result) in enumerate(zip(self.plan.blocks, results, strict=False), 1):
+                block = Block(self._exits(planned), self.recipe, self.device)
+                with block.on_device():
+                    levels = self._cache(number, block, result.batch, levels)
+        except DiskFull as error:
+            return self._without_cache(error, results)
+        return levels
+
+    def _without_cache(self, error: DiskFull, results: list[BlockResult]) -> Levels:
+        """Return the level that comes after `results`, for which the disk has no room."""
+        self._note(f"{error}; so block {len(results)} is not cached: its outputs are computed anew in every pass")
+        shutil.rmtree(self.folder / "cache", ignore_errors=True)
+        return self._forwarded(results)
 
     def _cached(self, number: int) -> Levels:
         """Return level `number` from its cache."""
         folder, flip = self.folder / "cache" / f"level-{number}", "flip" in self.augmentation
         return {
-            name: CachedLevel(folder / f"{name}.npy", split.labels, flip, self.device)
+            name: CachedLevel(folder / f"{name}.npy", split.labels, self._storage(number), flip, self.device)
             for name, split in self._splits().items()
         }
+
+    def _forwarded(self, results: list[BlockResult]) -> Levels:
+        """Return the level that the next block reads, made from the images by all layers of the finished blocks."""
+        self._drop_finished()
+        last = self.plan.blocks[len(results) - 1].last
+        layers = [layer.eval() for layer in self.chain.layers[: last + 1]]
+        if self.device.type == "cpu":  # which reads weights from the mapped files where they rest
+            with self.meter.reading_files():
+                for layer in layers:
+                    for weights in layer.parameters():
+                        weights.sum()
+        else:
+            self._finished = Residence(layers, self.device, self.recipe.memory_format)
+            self._finished.fetch()
+
+        @torch.no_grad()
+        def forward(features: torch.Tensor) -> torch.Tensor:
+            features = features.contiguous(memory_format=self.recipe.memory_format)
+            with self.recipe.autocast(self.device):
+                for layer in layers:
+                    features = layer(features)
+            return features
+
+        batch = min([FORWARD_BATCH, *(result.batch for result in results)])
+        return {name: ForwardLevel(level, forward, batch) for name, level in self._images().items()}
+
+    def _drop_finished(self) -> None:
+        """Free what the finished layers hold on the device; their weights rest as before."""
+        if self._finished is not None:
+            self._finished.drop()
+        self._finished = None
 
     def _resume(self, results: list[BlockResult], checkpoints: Checkpoints) -> Levels:
         """Load the finished blocks and return the level that the next one reads, rebuilt where it is not intact."""
@@ -346,30 +504,30 @@ class Run:
         self._clock.continue_from(next((r.curve[-1]["seconds"] for r in reversed(results) if r.curve), 0.0))
         self._note(f"{len(results)} of {len(self.plan.blocks)} blocks were finished before")
         if len(results) == len(self.plan.blocks) or self._over(results):
-            return self._images()
+            return dict(self._images())
+        if not self.config.cache_views:
+            return self._forwarded(results)
         with self._phase("cache", "check"):
             intact = self._intact(len(results))
         if intact:
             return self._cached(len(results))
         self._note(f"the cache of block {len(results)} is missing or damaged: it is written again")
-        levels = self._images()
-        for number, planned in enumerate(blocks, 1):
-            block = Block(self._exits(planned), self.recipe, self.device)
-            with block.on_device():
-                levels = self._cache(number, block, results[number - 1].batch, levels)
-        return levels
+        return self._rewritten(results)
 
     def _intact(self, number: int) -> bool:
         folder = self.folder / "cache" / f"level-{number}"
+        origin = self._origin(number)
         try:
-            return all(ArrayFile(folder / f"{name}.npy").intact() for name in self._splits())
-        except NeuroFluxError:
+            arrays = [ArrayFile(folder / f"{name}.npy") for name in self._splits()]
+        except DamagedArray:
             return False
+        return all(array.origin == origin and array.intact() for array in arrays)
 
     # --- the end ---
 
     def _finish(self, results: list[BlockResult], checkpoints: Checkpoints) -> dict[str, Any]:
         """Choose the exit, save and test the streamlined model, and write the summary."""
+        self._drop_finished()
         set_allocator(compact=True)
         self.meter.release()
         shutil.rmtree(self.folder / "cache", ignore_errors=True)
@@ -431,7 +589,7 @@ class Run:
         model.save(self.folder / "model.pt")
         self._tell("block_started", number, planned)
         with block.on_device():
-            result = self._train_block(number, block, planned, self._images(), checkpoints)
+            result = self._train_block(number, block, planned, dict(self._images()), checkpoints)
         set_allocator(compact=True)
         self.meter.release()
         if result.accuracies[0] <= accuracy:
@@ -458,7 +616,8 @@ class Run:
             mean=data.mean,
             std=data.std,
             raw=self.inputs.raw,
-            head=self.method.head,
+            head=self._head_kind,
+            ahead=layers_ahead(self.chain, chosen) if self._head_kind == "auglocal" else [],
         )
         model = StreamlinedModel(layers[: description.layers], exits[chosen - planned.first].head, description)
         return model, StreamlinedModel(layers, self.inputs.chain.classifier, description)
@@ -476,7 +635,8 @@ class Run:
     def _calibrate(self, model: StreamlinedModel, batch: int, device: torch.device) -> dict[str, float]:
         """Give `model` the temperature that suits the validation images, and return what that does."""
         with self._phase("evaluate"):
-            found, labels = scores(model, self.inputs.data.val, batch, device, _CALIBRATED)
+            val = self.inputs.data.val
+            found, labels = self._fitting(lambda size: scores(model, val, size, device, _CALIBRATED), batch)
             temperature = fit_temperature(found, labels)
             model.description.temperature = temperature
             return {
@@ -492,10 +652,11 @@ class Run:
         data, test = self.inputs.data, None
         with self._phase("evaluate", "test"):
             if data.test is not None:
-                predicted = predictions(model, data.test, batch, device)
+                tested = data.test
+                predicted = self._fitting(lambda size: predictions(model, tested, size, device), batch)
                 test = float((predicted == data.test.labels).mean())
                 self._tell("tested", data, predicted)
-            rates = throughput([model, full], data.shape, batch, device)
+            rates = self._fitting(lambda size: throughput([model, full], data.shape, size, device), batch)
         self.meter.peak()
         return {
             "test_accuracy": test,
@@ -508,14 +669,3 @@ class Run:
         weights = sum(p.numel() * p.element_size() for p in full.parameters())
         steps = max(block.peak for block in self.plan.blocks)
         return self.device if weights + steps <= self.config.budget_bytes else torch.device("cpu")
-
-
-def _random_state() -> list[torch.Tensor]:
-    """Return the states of the generators that dropout draws from: the CPU's, and those of CUDA devices."""
-    return [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [])]
-
-
-def _set_random_state(states: list[torch.Tensor]) -> None:
-    torch.set_rng_state(states[0])
-    if len(states) > 1 and torch.cuda.is_available():
-        torch.cuda.set_rng_state_all(states[1:])

@@ -17,7 +17,7 @@ from neuroflux.inputs.chain import Chain
 from neuroflux.planning.heads import head_width, make_head
 from neuroflux.planning.memory import Meter
 from neuroflux.planning.methods import METHODS
-from neuroflux.planning.partitioner import GOOD_BATCH, Job, Plan, make_plan
+from neuroflux.planning.partitioner import GOOD_BATCH, Job, Plan, make_plan, plans_for
 from neuroflux.planning.profiler import Profile, Profiler, touch_code
 from neuroflux.planning.profiles import fingerprint, load_profile, save_profile
 from neuroflux.planning.spans import equal_spans, longest_spans
@@ -27,6 +27,9 @@ from neuroflux.training.opening import Inputs
 
 # tensor sizes say less than what a step takes: the longest spans are tried for these shares of the budget in turn
 _SPAN_SHARES = (0.9, 0.6, 0.4, 0.2)
+
+# shares of the budget for which it is said what they would buy
+_OTHER_BUDGETS = (0.5, 0.75, 1.5, 2.0)
 
 
 class Planner:
@@ -54,6 +57,7 @@ class Planner:
         self._preparation, self._note = preparation, note
         self._method = METHODS[config.method]
         self.chain = inputs.chain
+        self._basis: tuple[Profile, Job] | None = None
 
     @property
     def frozen(self) -> int:
@@ -61,7 +65,7 @@ class Planner:
         return 0 if self._method.whole or self._method.one_block else self._config.freeze
 
     def _head(self, chain: Chain, index: int) -> nn.Module:
-        kind = self._method.head
+        kind = self._method.head or self._config.head
         width = head_width(chain, index, kind)
         return make_head(chain, index, self._inputs.classes, width, self._config.seed, kind)
 
@@ -91,8 +95,12 @@ class Planner:
 
     def _plan_with(self, spans: list[int]) -> Plan:
         self.chain = self._method.chain(self._inputs.chain, spans, self._config.compression)
-        profile = self.profile(self.chain, self._config.precision == "auto")
-        return make_plan(profile, self.job(spans), self._config.partitioner)
+        self._basis = self.profile(self.chain, self._config.precision == "auto"), self.job(spans)
+        return make_plan(*self._basis, self._config.partitioner)
+
+    def other_budgets(self) -> list[tuple[int, Plan | None]]:
+        """Return what other budgets would buy by the same profile: (bytes, the plan, or None below the floor)."""
+        return plans_for(*self._basis, self._config.partitioner, _OTHER_BUDGETS) if self._basis else []
 
     def job(self, spans: list[int]) -> Job:
         """Return what a plan for layers of these `spans` is made for."""
@@ -110,6 +118,7 @@ class Planner:
             stagger=0 if self._method.one_block else config.stagger,
             spans=spans,
             views=config.cache_views,
+            feature_bytes=config.cache_dtype_bytes,
             frozen=self.frozen,
             disk_limit=int(shutil.disk_usage(self._folder).free * 0.9),
         )
@@ -119,7 +128,8 @@ class Planner:
         config, model = self._config, self._inputs.chain
         with self._meter.reading_files():  # code is mapped from its file when it first runs
             touch_code(self.recipe, self._device)
-        settings = [config.budget_bytes, config.batch_limit, config.precision, self._inputs.classes, str(self.recipe)]
+        settings = [config.budget_bytes, config.batch_limit, config.precision, config.head, str(self.recipe)]
+        settings.append(self._inputs.classes)
         name = fingerprint(chain, self._device, method=config.method, settings=settings)
         path = Path(config.data_root).expanduser() / "profiles" / f"{name}.json"
         if not config.fresh_profile and (known := load_profile(path, chain)) is not None:
