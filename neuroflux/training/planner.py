@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -52,7 +53,7 @@ class Planner:
         note: Callable[[str], None],
     ) -> None:
         """`preparation` are the bytes that opening the inputs took; `note` is told what the user should know."""
-        self._config, self._inputs, self.recipe = config, inputs, recipe
+        self._config, self._inputs, self.recipe, self._asked = config, inputs, recipe, recipe
         self._meter, self._device, self._folder = meter, device, folder
         self._preparation, self._note = preparation, note
         self._method = METHODS[config.method]
@@ -77,7 +78,7 @@ class Planner:
                 plan = self._plan_with(spans)
             except BudgetTooSmall:
                 continue
-            if all(block.batch >= min(GOOD_BATCH, self._config.batch_limit) for block in plan.blocks):
+            if self._is_good(plan):
                 return plan
         return self._plan_with(last)
 
@@ -94,9 +95,35 @@ class Planner:
         return [spans for k, spans in enumerate([*found, [1] * count]) if spans not in found[:k]]
 
     def _plan_with(self, spans: list[int]) -> Plan:
+        """Return the plan for layers of these `spans`, in the precision that is asked for, or that suits the budget.
+
+        Low precision is faster, but autocast keeps a copy of the weights: where that leaves room for no good batch,
+        fp32 may have it.
+        """
         self.chain = self._method.chain(self._inputs.chain, spans, self._config.compression)
-        self._basis = self.profile(self.chain, self._config.precision == "auto"), self.job(spans)
+        if self._config.precision != "auto":
+            return self._plan_in(spans, choose_precision=False)
+        found: list[tuple[Plan, tuple[Profile, Job] | None]] = []
+        for choose in (True, False):
+            try:
+                plan = self._plan_in(spans, choose)
+            except BudgetTooSmall:
+                if not found and (not choose or self.recipe.precision == "fp32"):
+                    raise
+            else:
+                found.append((plan, self._basis))
+                if plan.precision == "fp32" or self._is_good(plan):
+                    break
+        plan, self._basis = max(found, key=lambda pair: (min(b.batch for b in pair[0].blocks), -pair[0].seconds))
+        return plan
+
+    def _plan_in(self, spans: list[int], choose_precision: bool) -> Plan:
+        self.recipe = self._asked
+        self._basis = self.profile(self.chain, choose_precision), self.job(spans)
         return make_plan(*self._basis, self._config.partitioner)
+
+    def _is_good(self, plan: Plan) -> bool:
+        return all(block.batch >= min(GOOD_BATCH, self._config.batch_limit) for block in plan.blocks)
 
     def other_budgets(self) -> list[tuple[int, Plan | None]]:
         """Return what other budgets would buy by the same profile: (bytes, the plan, or None below the floor)."""
@@ -129,10 +156,11 @@ class Planner:
         with self._meter.reading_files():  # code is mapped from its file when it first runs
             touch_code(self.recipe, self._device)
         settings = [config.budget_bytes, config.batch_limit, config.precision, config.head, str(self.recipe)]
-        settings.append(self._inputs.classes)
+        settings += [self._inputs.classes, choose_precision]
         name = fingerprint(chain, self._device, method=config.method, settings=settings)
         path = Path(config.data_root).expanduser() / "profiles" / f"{name}.json"
         if not config.fresh_profile and (known := load_profile(path, chain)) is not None:
+            self.recipe = replace(self.recipe, precision=known.precision, channels_last=known.channels_last)
             self._note(f"planned from the profile of an earlier run; --fresh_profile measures again ({path})")
             return known
         profiler = Profiler(self._meter, self._device, config.budget_bytes, config.batch_limit, self._inputs.classes)
