@@ -181,7 +181,10 @@ class Profiler:
             while sizes:
                 size = sizes.pop(0)
                 if profile.step_peak(size) > room:
-                    break
+                    if not points or size // 2 <= points[-1][0]:
+                        break
+                    sizes = [size // 2, size, *sizes]  # what the smaller step takes may show that this one fits
+                    continue
                 try:
                     if not points:
                         self.meter.reset()

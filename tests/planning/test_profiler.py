@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from neuroflux.inputs.chain import trace_chain
+from neuroflux.planning import profiler
 from neuroflux.planning.heads import make_head
 from neuroflux.planning.memory import make_meter
 from neuroflux.planning.partitioner import Job, make_plan
@@ -27,8 +28,8 @@ def chain():
 
 def profile(chain, budget):
     touch_code(Recipe(), CPU)
-    profiler = Profiler(make_meter(CPU, budget), CPU, budget, 64, 4)
-    return profiler, profiler.profile(chain, lambda k: make_head(chain, k, 4, 16, 0), Recipe(), disk_rate=1e9)
+    made = Profiler(make_meter(CPU, budget), CPU, budget, 64, 4)
+    return made, made.profile(chain, lambda k: make_head(chain, k, 4, 16, 0), Recipe(), disk_rate=1e9)
 
 
 def test_what_is_measured_is_near_what_the_tensors_take(chain):
@@ -52,9 +53,9 @@ def test_profiling_changes_no_weight_and_no_statistic(chain):
 
 def test_profiling_stays_within_the_budget(chain):
     budget = 12_000_000
-    profiler, result = profile(chain, budget)
-    profiler.meter.peak()
-    assert profiler.meter.highest <= budget
+    made, result = profile(chain, budget)
+    made.meter.peak()
+    assert made.meter.highest <= budget
     assert max(result.layers[1].batches) < 64
 
 
@@ -71,6 +72,14 @@ def test_a_layer_that_does_not_fit_is_estimated_not_run(chain):
     _, result = profile(chain, 300_000)
     assert not any(layer.measured for layer in result.layers)
     assert all(layer.compact_peak[1] > 0 for layer in result.layers)
+
+
+def test_what_a_small_step_takes_shows_that_larger_ones_fit(chain, monkeypatch):
+    ten = 10**7  # what an image takes; four times as much is expected
+    monkeypatch.setattr(profiler, "estimate_peak", lambda *_: (0.0, 4.0 * ten))
+    monkeypatch.setattr(profiler._Bench, "measure", lambda self, size, compact: (ten * size, 0.1))
+    _, result = profile(chain, 45 * ten)
+    assert [layer.batches for layer in result.layers] == [[4, 8, 16, 32]] * 2
 
 
 def test_an_unmeasured_profile_still_gives_a_floor(chain):
